@@ -1,7 +1,8 @@
 // Decoding: attention of few queries to a KV cache, bound by memory bandwidth. The query heads of a KV head (GQA) form
 // one block of rows, so that keys and values are read once for all of them. The keys of a sequence are divided into
 // splits (split-KV), which any thread computes and `finish` combines in order. Sequences with more queries are
-// compute-bound and go through forward.h.
+// compute-bound and go through forward.h. Forwards without a cache run here too if they have few queries
+// (few_queries.h).
 //
 // A work item processes the keys of a split for several KV heads at once: the heads of a key are adjacent in memory,
 // and only sequential reads reach the full bandwidth. Next: decode_products.h.
@@ -27,8 +28,7 @@ class DecodePlan {
   // Rows per KV head: queries times query heads per KV head; 0 for sequences that forward.h or invariant_decode.h
   // computes.
   int64_t rows(int64_t b) const {
-    const int64_t queries = query_sequence(p, b).length;
-    return has_few_queries(p, queries) && !p.invariant ? queries * p.group_size() : 0;
+    return has_few_queries(p, b, kFloatLanes) && !p.invariant ? query_sequence(p, b).length * p.group_size() : 0;
   }
   int64_t blocks(int64_t b) const { return ceil_div(rows(b), kDecodeRows); }
   // Number of KV splits. The choice depends only on the sequence, so that the result is bit-identical for every batch

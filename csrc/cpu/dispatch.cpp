@@ -1,6 +1,7 @@
 // The Backend table of the CPU: every entry calls the kernels of the instruction set in use.
 #include "../backend.h"
 #include "dropout_mask.h"
+#include "few_queries.h"
 #include "kernels.h"
 
 namespace flashattn_ext {
@@ -15,21 +16,35 @@ std::string supports(const AttnParams& p, bool backward) {
          std::to_string(p.origin.key) + "; pass all earlier keys, or leave invariant out";
 }
 
+std::string supports_decode(const DecodeParams&) { return {}; }
+size_t decode_workspace_bytes(const DecodeParams& p) {
+  return static_cast<size_t>(cpu_kernels(p.dtype).decode_workspace_bytes(p, workers_of(p)));
+}
+void decode(const DecodeParams& p) { cpu_kernels(p.dtype).decode(p); }
+
+// Whether a forward runs on the kernels of decoding, as if its keys were in a KV cache. They implement neither dropout nor
+// a relative or dense bias, write no `centres`, and compute all keys that a Mask hides.
+bool is_few_rows(const AttnParams& p) {
+  if (p.has_intervals() || p.has_dropout() || p.relative_bias || p.bias.data || p.centres.data) return false;
+  // invariant_decode.h does not divide keys among workers. The choice does not change the bits of an invariant call.
+  if (p.invariant && p.batch * p.heads_k < workers_of(p)) return false;
+  const DecodeParams call = cached_call(p);
+  const int64_t lanes = cpu_kernels(p.dtype).float_lanes;
+  int64_t b = 0;
+  while (b < p.batch && !has_few_queries(call, b, lanes)) b += p.is_varlen() ? 1 : p.batch;  // dense sequences are all alike
+  return b < p.batch;
+}
+
 size_t forward_workspace_bytes(const AttnParams& p) {
+  if (is_few_rows(p)) return decode_workspace_bytes(cached_call(p));
   return static_cast<size_t>(workers_of(p) * cpu_kernels(p.dtype).forward_scratch_bytes(p));
 }
 size_t backward_workspace_bytes(const AttnGradParams& p) {
   const CpuKernels& kernels = cpu_kernels(p.dtype);
   return static_cast<size_t>(kernels.backward_workspace_bytes(p) + workers_of(p) * kernels.backward_scratch_bytes(p));
 }
-void forward(const AttnParams& p) { cpu_kernels(p.dtype).forward(p); }
+void forward(const AttnParams& p) { is_few_rows(p) ? decode(cached_call(p)) : cpu_kernels(p.dtype).forward(p); }
 void backward(const AttnGradParams& p) { cpu_kernels(p.dtype).backward(p); }
-
-std::string supports_decode(const DecodeParams&) { return {}; }
-size_t decode_workspace_bytes(const DecodeParams& p) {
-  return static_cast<size_t>(cpu_kernels(p.dtype).decode_workspace_bytes(p, workers_of(p)));
-}
-void decode(const DecodeParams& p) { cpu_kernels(p.dtype).decode(p); }
 
 size_t jvp_workspace_bytes(const JvpParams& p) {
   return static_cast<size_t>(workers_of(p) * cpu_kernels(p.dtype).derivatives->jvp_scratch_bytes(p));

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "../sink.h"
+#include "few_queries.h"
 #include "fp8.h"
 #include "gathered_rows.h"
 #include "isolated_rows.h"
@@ -52,12 +53,6 @@ struct ForwardScratch {
         gathered(p, size.keys, &carve),
         bytes(carve.used()) {}
 };
-
-// Whether decode.h, or in invariant calls invariant_decode.h, computes a sequence of a decoding call: it reads the KV
-// cache once for all query heads of a KV head. invariant_decode.h does not implement biases.
-inline bool has_few_queries(const AttnParams& p, int64_t queries) {
-  return queries <= 16 && p.heads_k > 0 && !(p.invariant && p.has_bias());
-}
 
 // The running maximum and sum of a row before its first key. The sink initialises them like a key (smooth softmax:
 // logit 0).
@@ -240,8 +235,7 @@ template <class In, class Op, class Accuracy, class Rule>
 void forward(const AttnParams& p, const DecodeParams* cache = nullptr) {
   const TileSize size = tile_size<Op>(p);
   auto tiles_of = [&](int64_t b) {
-    const int64_t queries = query_sequence(p, b).length;
-    return cache && has_few_queries(p, queries) ? 0 : ceil_div(queries, size.queries);
+    return cache && has_few_queries(*cache, b, kFloatLanes) ? 0 : ceil_div(query_sequence(p, b).length, size.queries);
   };
   const int64_t scratch_bytes = ForwardScratch<In, Op>(p, nullptr).bytes;
   run_query_tiles(p, p.heads_q, tiles_of, [&](int worker) {

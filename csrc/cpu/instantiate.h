@@ -52,6 +52,7 @@ extern const CpuDerivatives kDerivatives;  // instantiate_derivatives.h
 
 const CpuKernels FLASHATTN_KERNELS = {
     FLASHATTN_STRINGIFY_NAME(FLASHATTN_ISA),
+    FLASHATTN_ISA::kFloatLanes,
     FLASHATTN_ISA::tile_size,
     FLASHATTN_ISA::forward_scratch_bytes,
     FLASHATTN_ISA::forward,

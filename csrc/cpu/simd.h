@@ -52,6 +52,7 @@ constexpr int kVectorBytes = 32;
 #else
 constexpr int kVectorBytes = 16;
 #endif
+constexpr int64_t kFloatLanes = kVectorBytes / sizeof(float);
 
 template <class T>
 struct GenericSimd {

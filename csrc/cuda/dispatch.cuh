@@ -233,9 +233,9 @@ class Dispatch {
   static bool is_narrow(const AttnParams& p) { return p.dtype == DType::kFloat8; }
   static bool widens(const AttnParams& p, const ForwardKernel& kernel) { return is_narrow(p) && !kernel.reads_fp8; }
   static size_t forward_workspace_bytes(const AttnParams& p) {
-    if (runs_in_chunks(p)) return decode::chunk_bytes(decode::cached_call(p), chunk_kernel(p));
+    if (runs_in_chunks(p)) return decode::chunk_bytes(cached_call(p), chunk_kernel(p));
     if (is_few_rows(p)) {
-      return cached_bytes(decode::cached_call(p), true) +
+      return cached_bytes(cached_call(p), true) +
              (is_narrow(p) ? 0 : static_cast<size_t>(aligned_copy_bytes(p)));
     }
     const ForwardKernel& kernel = forward_of(p);
@@ -274,12 +274,12 @@ class Dispatch {
     return kernel.chunks ? kernel.chunks() : ChunkKernel{};
   }
   static bool runs_in_chunks(const AttnParams& p) {
-    return p.invariant && decode::has_few_queries(p) && decode::has_chunks(decode::cached_call(p), chunk_kernel(p));
+    return p.invariant && decode::has_few_queries(p) && decode::has_chunks(cached_call(p), chunk_kernel(p));
   }
   static void run_forward(const AttnParams& p) {
-    if (runs_in_chunks(p)) return decode::run_chunks(decode::cached_call(p), chunk_kernel(p));
+    if (runs_in_chunks(p)) return decode::run_chunks(cached_call(p), chunk_kernel(p));
     const bool is_few = is_few_rows(p);  // these kernels read fp8 as it is, with any alignment
-    if (is_few) return run_cached(decode::cached_call(is_narrow(p) ? p : align_inputs(p)), true);
+    if (is_few) return run_cached(cached_call(is_narrow(p) ? p : align_inputs(p)), true);
     const ForwardKernel& kernel = forward_of(p);
     kernel.run(widens(p, kernel) ? widen_inputs(p) : align_inputs(p));
   }

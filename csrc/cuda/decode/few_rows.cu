@@ -9,16 +9,6 @@
 
 namespace flashattn_ext::decode {
 
-DecodeParams cached_call(const AttnParams& p) {
-  DecodeParams call;
-  static_cast<AttnParams&>(call) = p;
-  call.splits_alone = true;
-  call.cache.is_packed = p.is_varlen();
-  call.cache.entries = batch_entries(p);
-  call.cache.page_size = call.cache.seqlen = key_rows(p);
-  return call;
-}
-
 constexpr int64_t kFewQueries = 32;
 
 // The most queries of a sequence with which a forward runs here. It depends on the shapes of one sequence. packs:

@@ -27,9 +27,6 @@ constexpr int64_t kMostFewQueries = 64;
 // packed: the kernel of packed rows for the call, or nullptr.
 bool is_few_rows(const AttnParams& p, const PackedKernel* packed);
 
-// The call as a decoding call, whose KV cache holds exactly its keys and values. Rows are aligned, except in fp8:
-// aligned_rows.h copies unaligned inputs first.
-DecodeParams cached_call(const AttnParams& p);
 // Whether an invariant dense call has so few queries for its keys that it runs in chunks (chunks.h), if its kernel has
 // them.
 bool has_few_queries(const AttnParams& p);
