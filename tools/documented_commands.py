@@ -84,6 +84,8 @@ RULES = [
 # What README's blocks expect the reader to provide: a model, tokens, a filled cache with a new token for it, ranks (here
 # one).
 README_NAMES = """
+import atexit
+
 import torch
 import transformers
 from torch import distributed as ranks
@@ -100,6 +102,8 @@ name, input_ids = "a model", torch.arange(32).view(2, 16)
 k_cache, v_cache = torch.randn(2, 2, 1024, 2, 64)
 q1, k1, v1 = torch.randn(2, 1, 8, 64), torch.randn(2, 1, 2, 64), torch.randn(2, 1, 2, 64)
 ranks.init_process_group("gloo", rank=0, world_size=1, store=ranks.HashStore())
+# A thread of gloo that frees tensors while the interpreter ends aborts the process (pytorch/pytorch#179291).
+atexit.register(lambda: ranks.is_initialized() and ranks.destroy_process_group())
 """
 
 # The pages whose Python blocks form one program, and the code before the first block.
