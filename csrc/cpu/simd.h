@@ -42,7 +42,7 @@ struct Exp2Half {  // relative error 2.9e-6: 16-bit inputs
   static constexpr float kCoefficients[] = {1.0f, 0.693124193f, 0.240240986f, 0.0559064246f, 0.00958285309f};
 };
 
-// Below this, 2^x is 0, also for -inf. Adding the integer part to the exponent bits gives 0 for exactly this x.
+// Below this, 2^x is 0, also for -inf: the power of two that this integer part stands for has the bits of 0.
 constexpr float kExp2Floor = -127.0f;
 
 #if defined(FLASHATTN_ISA_AVX512)
@@ -160,8 +160,8 @@ struct Simd<float> {
     V p = set1(Accuracy::kCoefficients[Accuracy::kDegree]);
     FLASHATTN_UNROLL(8)
     for (int k = Accuracy::kDegree - 1; k >= 0; --k) p = fma(p, f, set1(Accuracy::kCoefficients[k]));
-    const __m256i exponent = _mm256_slli_epi32(_mm256_cvtps_epi32(n), 23);
-    return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(p), exponent));
+    const __m256i exponent = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
+    return _mm256_mul_ps(p, _mm256_castsi256_ps(exponent));
   }
 };
 
@@ -180,8 +180,8 @@ struct Simd<float> : GenericSimd<float> {
     V p = set1(Accuracy::kCoefficients[Accuracy::kDegree]);
     FLASHATTN_UNROLL(8)
     for (int k = Accuracy::kDegree - 1; k >= 0; --k) p = fma(p, f, set1(Accuracy::kCoefficients[k]));
-    const I exponent = (reinterpret_cast<I>(shifted) - reinterpret_cast<I>(magic)) << 23;
-    return reinterpret_cast<V>(reinterpret_cast<I>(p) + exponent);
+    const I exponent = (reinterpret_cast<I>(shifted) - (reinterpret_cast<I>(magic) - 127)) << 23;
+    return p * reinterpret_cast<V>(exponent);
   }
 };
 
