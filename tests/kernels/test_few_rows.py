@@ -70,6 +70,12 @@ def test_gradients(device: str, dtype: torch.dtype, Sq: int, Hq: int, Hk: int, D
     check(Case(**sizes, window_size=(400, 5), softmax_scale=-0.2), device)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("Hk", [0, 1])
+def test_no_query_heads(device: str, dtype: torch.dtype, Hk: int) -> None:
+    """A group has no heads, and without KV heads its size is 0 / 0."""
+    check(Case(dtype=dtype, B=2, Sq=4, Sk=600, Hq=0, Hk=Hk, D=64, Dv=64, use_lse=True), device)
+
+
 @pytest.mark.parametrize("D", [64, 128])
 @pytest.mark.parametrize("Sq,Hq,Hk", [(2, 8, 2), (16, 8, 2), (32, 8, 2), (64, 2, 2)])
 def test_a_batch_does_not_change_the_bits_of_gradients(

@@ -33,9 +33,9 @@ bool has_few_queries(const AttnParams& p) {
 
 bool is_few_rows(const AttnParams& p, const PackedKernel* packed) {
   constexpr int64_t kWideColumns = 256, kMostNarrowRows = 64;  // above kWideColumns a tile has 16 rows
-  // These two come first, because every forward asks.
+  // These come first, because every forward asks. Without query heads there may be no KV heads to divide by.
   static_assert(kMostPackedQueries >= kMostFewQueries && kMostPackedQueries >= kFewQueries);
-  if (p.seqlen_q > kMostPackedQueries || p.seqlen_k < kLeastSplitKeys) return false;
+  if (p.seqlen_q > kMostPackedQueries || p.seqlen_k < kLeastSplitKeys || p.heads_q == 0) return false;
   if (p.invariant || p.has_intervals() || p.has_dropout() || p.relative_bias || p.bias.data || p.centres.data)
     return false;
   const DecodeParams call = cached_call(p);

@@ -161,7 +161,7 @@ void run(const AttnGradParams& p, const FewRowsKernel& kernel) {
 bool is_few_rows(const AttnGradParams& p, const FewRowsKernel* own) {
   if (p.softcap > 0 || p.has_bias() || p.has_intervals() || p.has_dropout()) return false;
   // The packed rows of a KV head must fit in a tile, but a varlen sequence may have more queries than max_seqlen_q.
-  if (p.is_varlen() || p.seqlen_q == 0 || p.seqlen_k < kLeastSplitKeys) return false;
+  if (p.is_varlen() || p.seqlen_q == 0 || p.heads_q == 0 || p.seqlen_k < kLeastSplitKeys) return false;
   const FewRowsKernel kernel = kernel_of(p, own);
   return kernel.run && (!kernel.shared_bytes || kernel.shared_bytes() <= most_shared_memory());
 }
