@@ -5,6 +5,7 @@
 // no row, key or tile outside the sequence results from them.
 #pragma once
 
+#include "lane.cuh"
 #include "rows.cuh"
 
 namespace flashattn_ext {
@@ -135,8 +136,6 @@ struct KeyTileFinder {
   }
 
  private:
-  static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
-
   // Moves `next` down to the first tile with keys of a super that is visible; below `first` when there is none.
   __device__ __forceinline__ void skip_supers(int* next) const {
     const int start = extremes.key_start, lowest = (start + first * kKeys) / kMaskSuperKeys;

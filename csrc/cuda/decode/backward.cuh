@@ -75,7 +75,6 @@ struct FewRowsBackward {
         whole(mask.keys_of_all(0, static_cast<int>(params.seqlen_q))) {}
 
   static __device__ __forceinline__ int warp() { return static_cast<int>(threadIdx.x) / 32; }
-  static __device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x) % 32; }
   // The row tile and the first column of the dq accumulators of this warp.
   static __device__ __forceinline__ int row_tile() { return kExchanges ? warp() / kColumnWarps : 0; }
   static __device__ __forceinline__ int first_column() { return warp() % kColumnWarps * kSumTiles * 8; }

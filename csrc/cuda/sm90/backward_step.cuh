@@ -6,6 +6,7 @@
 #include "../common/backward_finish.cuh"
 #include "../common/bias_finish.cuh"
 #include "../common/device.h"
+#include "../common/lane.cuh"
 #include "../common/maybe_array.cuh"
 #include "../common/ring.cuh"
 #include "../common/scores.cuh"
@@ -52,8 +53,6 @@ struct BackwardLoader {
   RingPosition<Kernel::kWorkStages> works;
   uint32_t next_parity = 0;  // of SharedTile
   int query_start = 0;
-
-  static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
 
   __device__ void load_tiles(const TileGrid& grid) {
     const int heads = static_cast<int>(p.heads_k), all_heads = heads * static_cast<int>(p.batch);

@@ -5,6 +5,7 @@
 
 #include "../common/intervals.cuh"
 #include "../common/isolation.cuh"
+#include "../common/lane.cuh"
 #include "../common/ring.cuh"
 #include "../common/tensor_map.h"
 #include "../common/tile_order.cuh"
@@ -80,8 +81,6 @@ struct KeyFinder {
   const AttnParams& p;
   RingPosition<kKeyBatches> at;
   uint32_t work_parity = 0, end_parity = 0;
-
-  static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
 
   __device__ void find_all(const TileGrid& grid) {
     Kernel::each_work(
@@ -203,8 +202,6 @@ struct FoundKeyLoader {
   RingPosition<kKeyBatches> at;
   uint32_t q_parity = 0;
   KeyTile without_values{};  // values of a tile are loaded after the keys of the next one
-
-  static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
 
   __device__ void load_all() {
     for (;; at.advance()) {

@@ -1,6 +1,7 @@
 // What a thread block of heads.cuh works on, and its producer warps: one loads, two compute delta.
 #pragma once
 
+#include "../common/lane.cuh"
 #include "../common/panels.cuh"
 #include "../common/ring.cuh"
 #include "backward_step.cuh"
@@ -71,8 +72,6 @@ struct HeadLoader {
   RingPosition<Kernel::kValueStages> values;
   RingPosition<Kernel::kStages> queries;
   RingPosition<Kernel::kOutStages> outs;
-
-  static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
 
   // All heads take the same time, so that each thread block knows its own.
   __device__ void load_heads(const TileGrid& grid) {
