@@ -20,6 +20,7 @@ void describe(CudaTile* tile, const sm90::BackwardTile& sizes) {
   if (sizes.order == sm90::BackwardOrder::kApart) tile->detail += ", dq apart";
   if (sizes.order == sm90::BackwardOrder::kApartOnce) tile->detail += ", dq apart, one turn";
   if (sizes.order == sm90::BackwardOrder::kPairs) tile->detail += ", in pairs";
+  if (sizes.order == sm90::BackwardOrder::kThreePhases) tile->detail += ", three phases";
 }
 
 // Tiles for GPUs with less shared memory are not alternatives.

@@ -62,6 +62,18 @@ auto combine_of(const DecodeParams& p, bool pairs = false) {
   }
 }
 
+constexpr bool all_classes_fit() {
+  for (const DecodeRow& row : kernel_table::kDecode) {
+    int count = 0;
+    for (const DecodeRow& other : kernel_table::kDecode) {
+      count += other.head_dim == row.head_dim && (other.types & row.types) != 0;
+    }
+    if (count > Kernels::kMost) return false;
+  }
+  return true;
+}
+static_assert(all_classes_fit(), "Kernels::kMost is smaller than the number of tiles of a class of head dims");
+
 template <class T>
 Kernels kernels_of(const DecodeParams& p) {
   static constexpr auto kKernels = of_rows<T>(std::make_index_sequence<std::size(kernel_table::kDecode)>());

@@ -19,7 +19,9 @@ struct PlainPolicies {
 };
 
 template <Options kOptions>
-struct ForwardPolicies : PlainPolicies {};
+struct ForwardPolicies;
+template <>
+struct ForwardPolicies<kPlain> : PlainPolicies {};
 template <>
 struct ForwardPolicies<kDropout> : PlainPolicies {
   template <int kSteps>
