@@ -39,19 +39,19 @@ class PrivateBuild:
         return TILES / f"{self.name}.so"
 
 
-def cuda(backend: str, choice: int, dtype: str, head_dim: int | None = None) -> PrivateBuild:
+def cuda(backend: str, choice: int, dtype: str) -> PrivateBuild:
     """The kernels of a CUDA backend with the tiles of that column of its tables, for the GPU of this machine.
 
-    It supports only `dtype`, fp16 or bf16, and this class of head dims (all if None): other calls raise.
+    It supports only `dtype`, fp16 or bf16: other calls raise.
     """
     from torch.utils.cpp_extension import CUDA_HOME
 
     family, (major, minor) = backend.removeprefix("cuda-"), torch.cuda.get_device_capability()
     architecture = "90a" if (major, minor) == (9, 0) else f"{major}{minor}"
-    name = f"{backend}-tile{choice}-{dtype}" + (f"-{head_dim}" if head_dim else "")
+    name = f"{backend}-tile{choice}-{dtype}"
     nvcc = [str(Path(CUDA_HOME or "", "bin", "nvcc")), f"-gencode=arch=compute_{architecture},code=sm_{architecture}"]
     hidden = ["-Xcompiler", "-fPIC", "-Xcompiler", "-fvisibility=hidden"]
-    only = sources.plain_sources(family, dtype, head_dim)
+    only = sources.plain_sources(family, dtype)
     defines = {"CUDA": "1", "TILE_CHOICE": str(choice), "PRIVATE_BACKEND": f"cuda_{family}_backend"}
     return PrivateBuild(
         name,

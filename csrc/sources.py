@@ -267,8 +267,8 @@ def cuda_instances(*, sm90: bool) -> dict[str, str]:
     }
 
 
-def plain_sources(architecture: str, dtype: str, head_dim: int | None = None) -> list[str]:
-    """The names of the sources of plain calls and dropout, of all classes of head dims or of one."""
+def plain_sources(architecture: str, dtype: str) -> list[str]:
+    """The names of the sources of plain calls and dropout."""
     rows = [
         row
         for row in table()
@@ -277,7 +277,7 @@ def plain_sources(architecture: str, dtype: str, head_dim: int | None = None) ->
         and dtype in row.dtypes
         and row.options == "kPlain"
     ]
-    return [row.source(dtype) for row in rows if head_dim is None or row.head_dim == row.head_dim_v == head_dim]
+    return [row.source(dtype) for row in rows]
 
 
 def paired(instances: dict[str, str]) -> dict[str, str]:
