@@ -44,8 +44,8 @@ class WorkCursor {
 };
 
 // While it exists, results of this thread that are too small for a normal number (2^-126 in fp32) become 0. Processors
-// take a hundred cycles for such a result, and a row with steep ALiBi slopes has many: keys far away have weights down to
-// 2^-126 of the largest. Denormal inputs keep their values.
+// take a hundred cycles for such a result, and a row with steep ALiBi slopes has many: keys far away have weights down
+// to 2^-126 of the largest. Denormal inputs keep their values.
 class FlushedResults {
  public:
 #if defined(__SSE__)
