@@ -204,14 +204,11 @@ struct QueryGradients {
   RingPosition<Kernel::kDscoreBuffers> buffers;
 
   __device__ __forceinline__ void compute_tiles() {
-    for (;; works.advance()) {
-      ptx::barrier_wait(&shared.work_full[works.stage], works.parity);
-      const BackwardWork& work = shared.work[works.stage];
-      if (!uniform(work.exists())) return;
+    for_each_work(shared, works, [&](const BackwardWork& work) {
       const int steps = uniform(work.tiles) * static_cast<int>(p.group_size());
       if (steps > 0) compute_tile(steps);
       ptx::barrier_arrive(&shared.work_empty[works.stage]);
-    }
+    });
   }
 
  private:

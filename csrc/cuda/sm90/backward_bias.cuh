@@ -93,13 +93,10 @@ struct BiasGradientAdder : DqAdder<Kernel> {
 
   __device__ void add_tiles() {
     admit_part();
-    for (;; works.advance()) {
-      ptx::barrier_wait(&shared.work_full[works.stage], works.parity);
-      const BackwardWork& work = shared.work[works.stage];
-      if (!uniform(work.exists())) break;
+    for_each_work(shared, works, [&](const BackwardWork& work) {
       if (uniform(work.tiles) > 0) add_tile(work);
       release(shared.work_empty[works.stage]);
-    }
+    });
     ptx::bulk_wait<0>();
   }
 

@@ -103,6 +103,17 @@ __device__ __forceinline__ IntervalMask visible(const AttnParams& p, const Maske
   return IntervalMask(work.mask(p), work.pairs.head(h));
 }
 
+// Calls `body` with each description that the producer warp publishes, until the end of the kernel.
+template <class Shared, class Position, class Body>
+__device__ __forceinline__ void for_each_work(Shared& shared, Position& works, const Body& body) {
+  for (;; works.advance()) {
+    ptx::barrier_wait(&shared.work_full[works.stage], works.parity);
+    const auto& work = shared.work[works.stage];
+    if (!uniform(work.exists())) return;
+    body(work);
+  }
+}
+
 struct ArithmeticQueries;  // backward_visibility.cuh
 
 // The loop over the query tiles of a key tile: all tiles of one head, then all tiles of the group's next head.

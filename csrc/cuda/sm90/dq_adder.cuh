@@ -55,13 +55,10 @@ struct DqAdder {
 
   __device__ void add_tiles() {
     for (int part = 0; part < Kernel::kDqParts; ++part) ptx::named_barrier_arrive(kDqEmpty + part, kDqThreads);
-    for (;; works.advance()) {
-      ptx::barrier_wait(&shared.work_full[works.stage], works.parity);
-      const BackwardWork& work = shared.work[works.stage];
-      if (!uniform(work.exists())) break;
+    for_each_work(shared, works, [&](const BackwardWork& work) {
       if (uniform(work.tiles) > 0) add_tile(work);
       release(shared.work_empty[works.stage]);
-    }
+    });
     ptx::bulk_wait<0>();  // pending additions read this thread block's shared memory
   }
 

@@ -126,13 +126,10 @@ struct HeadQueryGradients {
   RingPosition<Kernel::kDscoreBuffers> buffers;
 
   __device__ __forceinline__ void compute_tiles() {
-    for (;; works.advance()) {
-      ptx::barrier_wait(&shared.work_full[works.stage], works.parity);
-      const Work& work = shared.work[works.stage];
-      if (!uniform(work.exists())) return;
+    for_each_work(shared, works, [&](const Work& work) {
       if (uniform(work.tiles) > 0) compute_tile(work);
       ptx::barrier_arrive(&shared.work_empty[works.stage]);
-    }
+    });
   }
 
  private:

@@ -175,17 +175,14 @@ struct DeltaWarps {
   RingPosition<Kernel::kOutStages> outs;
 
   __device__ void compute_tiles() {
-    for (;; works.advance()) {
-      ptx::barrier_wait(&shared.work_full[works.stage], works.parity);
-      const Work& work = shared.work[works.stage];
-      if (!uniform(work.exists())) return;
+    for_each_work(shared, works, [&](const Work& work) {
       if (uniform(work.tiles) > 0) {
         for (HeadWalk now(work, static_cast<int>(p.group_size())); now.left > 0; now.advance()) {
           compute(work, now.h, now.m);
         }
       }
       release(shared.work_empty[works.stage]);
-    }
+    });
   }
 
  private:

@@ -170,16 +170,13 @@ struct SecondConsumer {
     Kernel& kernel = static_cast<Kernel&>(*this);
     auto& shared = kernel.shared;
     auto& works = kernel.works;
-    for (;; works.advance()) {
-      ptx::barrier_wait(&shared.work_full[works.stage], works.parity);
-      const BackwardWork& work = shared.work[works.stage];
-      if (!uniform(work.exists())) return;
+    for_each_work(shared, works, [&](const BackwardWork& work) {
       set_zero(kernel.dk);
       set_zero(kernel.dv);
       if (uniform(work.tiles) > 0) kernel.walk_queries(work);
       kernel.write_keys(work);
       ptx::barrier_arrive(&shared.work_empty[works.stage]);
-    }
+    });
   }
 
   // The rows of a step have arrived. Those behind a packed sequence hold rows of another one: as in backward.cuh each
