@@ -19,7 +19,7 @@
 namespace flashattn_ext::sm90 {
 
 template <class T, int kHeadDim, Options kOptions, int kHeadDimV>
-struct Backward {
+struct Backward : PingPong {
   using Element = T;
   using Policies = BackwardPolicies<kOptions>;
   using Visibility = typename Policies::Visibility;
@@ -141,7 +141,7 @@ struct Backward {
   Shared& shared;
   const AttnGradParams& p;
   const Workspace& workspace;
-  const int group, warp_key;  // first of this warp's 16 keys, within the tile
+  const int warp_key;  // first of this warp's 16 keys, within the tile
   RingPosition<kWorkStages> works;
   RingPosition<kKeyStages> keys;
   RingPosition<kStages> queries;  // the stage whose scores were computed last
@@ -155,13 +155,14 @@ struct Backward {
 
   __device__ __forceinline__ Backward(Shared& shared, const AttnGradParams& params, const Workspace& workspace,
                                       int group)
-      : shared(shared),
+      : PingPong{group},
+        shared(shared),
         p(params),
         workspace(workspace),
-        group(group),
         warp_key(uniform(static_cast<int>(threadIdx.x) / 32 - 4) * 16) {}
 
   static __device__ __forceinline__ int thread() { return threadIdx.x % kGroupThreads; }  // of the warpgroup
+  __device__ __forceinline__ int value_stage() const { return keys.stage; }
   __device__ __forceinline__ void compute_tiles() {
     if (group == 1) pass_phase();
     for (;; works.advance()) {
@@ -377,13 +378,6 @@ struct Backward {
     } else {
       return queries;
     }
-  }
-
-  __device__ __forceinline__ void await_phase() const {
-    ptx::named_barrier_sync(kBackwardPingPong + group, 2 * kGroupThreads);
-  }
-  __device__ __forceinline__ void pass_phase() const {
-    ptx::named_barrier_arrive(kBackwardPingPong + 1 - group, 2 * kGroupThreads);
   }
 
   // Turns scores into packed weights.

@@ -5,28 +5,24 @@
 // docs/sm90_backward.md has both orders.
 #pragma once
 
-#include "../common/scores.cuh"
+#include "backward_turns.cuh"
 #include "dq_adder.cuh"
-#include "products.cuh"
 
 namespace flashattn_ext::sm90 {
 
 // The loop of one warpgroup over the queries of a key tile. Kernel: Backward.
 template <class Kernel>
-class ApartWalk {
-  using T = typename Kernel::Element;
-  using Packed = typename Kernel::Scores::Packed;
-  static constexpr int kQueries = Kernel::kQueries;
+class ApartWalk : KeyGradientTurns<Kernel> {
+  using Turns = KeyGradientTurns<Kernel>;
+  using Turns::kernel, Turns::shared, Turns::scores;
+  using typename Turns::Packed, typename Turns::Products;
 
  public:
   __device__ __forceinline__ ApartWalk(Kernel& kernel, const BackwardWork& work)
-      : kernel(kernel),
-        shared(kernel.shared),
+      : Turns(kernel),
         work(work),
-        now(kernel.p, work, static_cast<int>(kernel.p.group_size())) {
-    unmasked = Kernel::Scores::unmasked_queries(kernel.p, work.mask(kernel.p), work.key0 + kernel.group * 64, 64);
-    unmasked = {uniform(unmasked.begin), uniform(unmasked.end)};
-  }
+        now(kernel.p, work, static_cast<int>(kernel.p.group_size())),
+        unmasked(this->unmasked_queries(work)) {}
 
   __device__ __forceinline__ void run() {
     ptx::barrier_wait(&shared.k_full[kernel.keys.stage], kernel.keys.parity);
@@ -37,47 +33,32 @@ class ApartWalk {
     } else {
       walk_in_two_turns();
     }
-    ptx::barrier_arrive(&shared.queries_empty[kernel.queries.stage]);
-    kernel.queries.advance();
-    release(shared.keys_empty[kernel.keys.stage]);
-    kernel.keys.advance();
+    this->end_walk();
   }
 
  private:
   // Both walks peel the last step, so that no product is in flight when the loop exits: otherwise the compiler
   // serialises all products.
-  //
-  // The turns of a step: dP^T and dv; dk and the next S^T.
   __device__ __forceinline__ void walk_in_two_turns() {
     kernel.await_phase();
-    multiply_scores();
+    this->multiply_scores();
     kernel.pass_phase();
     find_weights();
     ptx::barrier_wait(&shared.v_full[kernel.keys.stage], kernel.keys.parity);
     Packed packed;
     while (now.left > 1) {
       const int stage = kernel.queries.stage;
-      differentiate(packed);
-      kernel.await_phase();
-      accumulate(kernel.dk, packed, shared.q[stage]);
-      hand_over_gradients();
+      await_dout();
+      this->add_to_dv(packed, now, unmasked);
+      this->start_dk(packed);
       kernel.queries.advance();
       now.advance();
-      ptx::barrier_wait(&shared.q_full[kernel.queries.stage], kernel.queries.parity);
-      multiply_scores();
-      kernel.pass_phase();
-      ptx::wgmma_wait<1>();
-      ptx::hold(kernel.dk);
-      ptx::barrier_arrive(&shared.queries_empty[stage]);
+      this->start_next_scores(stage);
       find_weights();
     }
-    differentiate(packed);
-    kernel.await_phase();
-    accumulate(kernel.dk, packed, shared.q[kernel.queries.stage]);
-    hand_over_gradients();
-    kernel.pass_phase();
-    ptx::wgmma_wait<0>();
-    ptx::hold(kernel.dk);
+    await_dout();
+    this->add_to_dv(packed, now, unmasked);
+    this->finish_dk(packed);
   }
 
   // The turn of a step: dv, dk, the next S^T and the next dP^T. The exponentials run under dP^T. It is issued when dk
@@ -85,11 +66,11 @@ class ApartWalk {
   __device__ __forceinline__ void walk_in_one_turn() {
     ptx::barrier_wait(&shared.v_full[kernel.keys.stage], kernel.keys.parity);
     await_dout();
-    float dscores[kQueries / 8][4];
+    Products dscores;
     Packed packed;
     kernel.await_phase();
-    multiply_scores();
-    multiply_dscores(dscores);
+    this->multiply_scores();
+    this->multiply_dscores(dscores);
     kernel.pass_phase();
     find_weights<1>();
     find_dscores(packed, dscores);
@@ -102,12 +83,12 @@ class ApartWalk {
       kernel.await_phase();
       accumulate(kernel.dv, kernel.weights, shared.dout[stage]);
       accumulate(kernel.dk, packed, shared.q[stage]);
-      multiply_scores();
-      hand_over_gradients();
+      this->multiply_scores();
+      this->hand_over_dscores();
       ptx::wgmma_wait<1>();
       ptx::hold(kernel.dv);
       ptx::hold(kernel.dk);
-      multiply_dscores(dscores);
+      this->multiply_dscores(dscores);
       kernel.pass_phase();
       ptx::barrier_arrive(&shared.queries_empty[stage]);
       find_weights<1>();
@@ -116,21 +97,13 @@ class ApartWalk {
     kernel.await_phase();
     accumulate(kernel.dv, kernel.weights, shared.dout[kernel.queries.stage]);
     accumulate(kernel.dk, packed, shared.q[kernel.queries.stage]);
-    hand_over_gradients();
+    this->hand_over_dscores();
     kernel.pass_phase();
     ptx::wgmma_wait<0>();
     ptx::hold(kernel.dv);
     ptx::hold(kernel.dk);
   }
 
-  __device__ __forceinline__ void multiply_scores() {
-    score_product<Kernel::kColumns>(scores, shared.k[kernel.keys.stage], kernel.group * 64,
-                                    shared.q[kernel.queries.stage]);
-  }
-  __device__ __forceinline__ void multiply_dscores(float (&dscores)[kQueries / 8][4]) {
-    score_product<Kernel::kValueColumns>(dscores, shared.v[kernel.keys.stage], kernel.group * 64,
-                                         shared.dout[kernel.queries.stage]);
-  }
   __device__ __forceinline__ void await_dout() {
     ptx::barrier_wait(&shared.dout_full[kernel.queries.stage], kernel.queries.parity);
     kernel.clear_tail_of_queries(work, now);
@@ -140,54 +113,18 @@ class ApartWalk {
   __device__ __forceinline__ void find_weights() {
     ptx::wgmma_wait<kLater>();
     ptx::hold(scores);
-    Kernel::Scores::weigh(
-        kernel.weights, scores, kernel.workspace.score, shared.lse[kernel.queries.stage], is_masked(),
-        [&] { return work.mask(kernel.p); }, now.m * kQueries, work.key0 + kernel.warp_key);
-  }
-  // The phase of dP^T and dv. dv is complete before dS^T is packed: its operands, the weights, then free registers.
-  __device__ __forceinline__ void differentiate(Packed& packed) {
-    float dscores[kQueries / 8][4];
-    await_dout();
-    kernel.await_phase();
-    multiply_dscores(dscores);
-    accumulate(kernel.dv, kernel.weights, shared.dout[kernel.queries.stage]);
-    kernel.pass_phase();
-    ptx::wgmma_wait<1>();
-    differentiate(dscores);
-    ptx::hold(dscores);
-    ptx::wgmma_wait<0>();
-    ptx::hold(kernel.dv);
-    store(packed, dscores);
+    Turns::find_weights(work, now, unmasked);
   }
   // dP^T, the only product in flight, becomes dS^T, in `packed` and in shared memory.
-  __device__ __forceinline__ void find_dscores(Packed& packed, float (&dscores)[kQueries / 8][4]) {
+  __device__ __forceinline__ void find_dscores(Packed& packed, Products& dscores) {
     ptx::wgmma_wait<0>();
-    differentiate(dscores);
-    store(packed, dscores);
+    this->differentiate(dscores, now, unmasked);
+    this->store_dscores(packed, dscores);
   }
-  __device__ __forceinline__ void differentiate(float (&dscores)[kQueries / 8][4]) {
-    ptx::hold(dscores);
-    Kernel::Scores::differentiate(dscores, kernel.weights, kernel.workspace.score, shared.delta[kernel.queries.stage],
-                                  is_masked());
-  }
-  __device__ __forceinline__ void store(Packed& packed, const float (&dscores)[kQueries / 8][4]) {
-    pack_scores<T>(packed, dscores);
-    ptx::barrier_wait(&shared.dscores_empty[kernel.buffers.stage], kernel.buffers.parity ^ 1);
-    store_panels(shared.dscores[kernel.buffers.stage], kernel.warp_key, packed);
-  }
-  __device__ __forceinline__ void hand_over_gradients() {
-    ptx::fence_async_shared();
-    ptx::barrier_arrive(&shared.dscores_full[kernel.buffers.stage]);
-    kernel.buffers.advance();
-  }
-  __device__ __forceinline__ bool is_masked() const { return Kernel::Scores::is_masked(unmasked, now.m * kQueries); }
 
-  Kernel& kernel;
-  typename Kernel::Shared& shared;
   const BackwardWork& work;
   typename Kernel::Walk now;
-  Limits unmasked;  // queries that see all of this warpgroup's keys
-  float scores[kQueries / 8][4];
+  Limits unmasked;
 };
 
 // The warpgroup of dq.

@@ -15,7 +15,7 @@
 namespace flashattn_ext::sm90 {
 
 template <class T, int kHeadDim>
-struct HeadBackward {
+struct HeadBackward : PingPong {
   using Element = T;
   using Work = HeadWork;
   using Workspace = HeadWorkspace;
@@ -78,7 +78,7 @@ struct HeadBackward {
   Shared& shared;
   const AttnGradParams& p;
   const Workspace& workspace;
-  const int group, warp_key;  // first of this warp's 16 keys, within the tile
+  const int warp_key;  // first of this warp's 16 keys, within the tile
   RingPosition<kWorkStages> works;
   RingPosition<kKeyStages> keys;
   RingPosition<kValueStages> values;
@@ -88,23 +88,18 @@ struct HeadBackward {
   typename Scores::Packed weights;
 
   __device__ __forceinline__ HeadBackward(Shared& shared, const AttnGradParams& p, const Workspace& workspace)
-      : shared(shared),
+      : PingPong{uniform(static_cast<int>(threadIdx.x) / kGroupThreads) - 1},
+        shared(shared),
         p(p),
         workspace(workspace),
-        group(uniform(static_cast<int>(threadIdx.x) / kGroupThreads) - 1),
         warp_key(uniform(static_cast<int>(threadIdx.x) / 32 - 4) * 16) {}
 
+  __device__ __forceinline__ int value_stage() const { return values.stage; }
   // Writes dk and dv, which ends the key tile.
   __device__ __forceinline__ void store(const Work& work) {
     store_keys<T>(p.dk, work, work.key0 + warp_key, dk, workspace.gradient_scale, p.head_dim);
     store_keys<T>(p.dv, work, work.key0 + warp_key, dv, workspace.keep_scale, p.head_dim_v);
     ptx::barrier_arrive(&shared.work_empty[works.stage]);
-  }
-  __device__ __forceinline__ void await_phase() const {
-    ptx::named_barrier_sync(kBackwardPingPong + group, kKeyThreads);
-  }
-  __device__ __forceinline__ void pass_phase() const {
-    ptx::named_barrier_arrive(kBackwardPingPong + 1 - group, kKeyThreads);
   }
 };
 

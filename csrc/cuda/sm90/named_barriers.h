@@ -19,7 +19,7 @@ enum LargeForwardBarrier : int {
   kHalfCleared = 1,  // and 2: the warps of a half have zeroed rows of values behind the last key
 };
 
-// backward.cuh, backward_apart.cuh, backward_bias.cuh, dq_adder.cuh, heads*.cuh, second*.cuh
+// backward.cuh, backward_turns.cuh, backward_bias.cuh, dq_adder.cuh, heads*.cuh, second*.cuh
 enum BackwardBarrier : int {
   kBackwardPingPong = 1,  // and 2: a warpgroup waits at its own before it issues products; the other one arrives
   kGroupCleared = 3,      // and 4: the warps of a warpgroup have zeroed rows behind the last key or query

@@ -8,6 +8,7 @@
 // a phase: those of the gradients of a step, then those of the scores of the next one.
 #pragma once
 
+#include "backward_turns.cuh"
 #include "second_step.cuh"
 
 namespace flashattn_ext::sm90 {
@@ -33,7 +34,7 @@ struct ApartDqLayout {
 };
 
 template <class T, int kHeadDim, Options kOptions, int kHeadDimV, class TangentsGiven>
-struct SecondApart : SecondConsumer<SecondApart<T, kHeadDim, kOptions, kHeadDimV, TangentsGiven>> {
+struct SecondApart : PingPong, SecondConsumer<SecondApart<T, kHeadDim, kOptions, kHeadDimV, TangentsGiven>> {
   static_assert(kOptions == kPlain && kHeadDim == 64 && kHeadDimV == 64);
   using Element = T;
   using Moves = TangentsGiven;
@@ -71,7 +72,7 @@ struct SecondApart : SecondConsumer<SecondApart<T, kHeadDim, kOptions, kHeadDimV
   Shared& shared;
   const AttnGradParams& p;
   const Workspace& workspace;
-  const int group, warp_key;  // first of this warp's 16 keys, within those of its warpgroup
+  const int warp_key;  // first of this warp's 16 keys, within those of its warpgroup
   RingPosition<kWorkStages> works;
   uint32_t key_parity = 0;
   RingPosition<kStages> queries;  // the stage whose scores were computed last
@@ -80,10 +81,10 @@ struct SecondApart : SecondConsumer<SecondApart<T, kHeadDim, kOptions, kHeadDimV
 
   __device__ __forceinline__ SecondApart(Shared& shared, const AttnGradParams& params, const Workspace& workspace,
                                          int group)
-      : shared(shared),
+      : PingPong{group},
+        shared(shared),
         p(params),
         workspace(workspace),
-        group(group),
         warp_key(uniform(static_cast<int>(threadIdx.x) / 32 % 4) * 16) {}
 
   __device__ __forceinline__ void compute_tiles() {
@@ -219,13 +220,6 @@ struct SecondApart : SecondConsumer<SecondApart<T, kHeadDim, kOptions, kHeadDimV
     pack_scores<T>(packed, dp);
     store_panels(shared.scores.f[group], warp_key, packed);
     ptx::fence_async_shared();
-  }
-
-  __device__ __forceinline__ void await_phase() const {
-    ptx::named_barrier_sync(kBackwardPingPong + group, 2 * kGroupThreads);
-  }
-  __device__ __forceinline__ void pass_phase() const {
-    ptx::named_barrier_arrive(kBackwardPingPong + 1 - group, 2 * kGroupThreads);
   }
 };
 
