@@ -4,6 +4,7 @@
 #include "../../mask.h"
 #include "../../seqlen.h"
 #include "../../sink.h"
+#include "warp.cuh"
 
 namespace flashattn_ext {
 
@@ -26,6 +27,8 @@ __device__ __forceinline__ float head_sink(const AttnParams& p, int64_t h) {
 using Mask32 = BasicMask<int>;
 using UnplacedMask32 = BasicMask<int, false>;  // of kernels that run no call whose rows an origin places: options.h
 using Limits = Mask32::Range;                  // the keys that a query sees, or the queries that see a key
+
+__device__ __forceinline__ Limits uniform(const Limits& x) { return {uniform(x.begin), uniform(x.end)}; }
 
 template <class Mask>  // Mask32 or UnplacedMask32
 __device__ __forceinline__ Limits rows_that_see(const Mask& mask, int key) {

@@ -197,7 +197,7 @@ struct Backward : PingPong {
   __device__ __forceinline__ void walk_queries(const Work& work) {
     Limits unmasked =
         Visibility::unmasked(work, group, [&] { return Gradients::unmasked(p, work, work.key0 + group * 64); });
-    unmasked = {uniform(unmasked.begin), uniform(unmasked.end)};
+    unmasked = uniform(unmasked);
     const Limits whole = Visibility::whole(p, work);
     Walk now(p, work, static_cast<int>(p.group_size()));
     float scores[kQueries / 8][4], dq[kDqTiles][4];
@@ -272,8 +272,7 @@ struct Backward : PingPong {
   // that phase by its signal, which it sends after its last product of the step before is complete.
   __device__ __forceinline__ void walk_in_three_phases(const Work& work) {
     static_assert(kOptions == kPlain && kQueries == 64);
-    Limits unmasked = Scores::unmasked_queries(p, work.mask(p), work.key0 + group * 64, 64);
-    unmasked = {uniform(unmasked.begin), uniform(unmasked.end)};
+    const Limits unmasked = uniform(Scores::unmasked_queries(p, work.mask(p), work.key0 + group * 64, 64));
     ptx::barrier_wait(&shared.k_full[keys.stage], keys.parity);
     clear_tail_of_keys(work);
     ptx::barrier_wait(&shared.v_full[keys.stage], keys.parity);

@@ -39,9 +39,7 @@ class KeyGradientTurns {
 
   // Queries that see all of this warpgroup's keys.
   __device__ __forceinline__ Limits unmasked_queries(const Work& work) const {
-    const Limits queries =
-        Kernel::Scores::unmasked_queries(kernel.p, work.mask(kernel.p), work.key0 + kernel.group * 64, 64);
-    return {uniform(queries.begin), uniform(queries.end)};
+    return uniform(Kernel::Scores::unmasked_queries(kernel.p, work.mask(kernel.p), work.key0 + kernel.group * 64, 64));
   }
 
   // The turn of dP^T and dv. dv is complete before dS^T is packed: its operands, the weights, then free registers.

@@ -168,9 +168,7 @@ struct WideBackward {
       works.advance();
     }
     __device__ __forceinline__ Limits unmasked_queries(const Work& work) const {
-      const Limits unmasked =
-          Visibility::unmasked(work, 0, [&] { return Gradients::unmasked(p, work, own_key(work)); });
-      return {uniform(unmasked.begin), uniform(unmasked.end)};
+      return uniform(Visibility::unmasked(work, 0, [&] { return Gradients::unmasked(p, work, own_key(work)); }));
     }
     // The ring position of dout of the current queries: the stage of the queries, or in pairs its own.
     __device__ __forceinline__ const auto& douts() const {

@@ -75,8 +75,7 @@ struct Second : SecondConsumer<Second<T, kHeadDim, kOptions, kHeadDimV, Tangents
 
   // The first and the last step are peeled, so that no product is in flight when the loop exits.
   __device__ __forceinline__ void walk_queries(const Work& work) {
-    Limits unmasked = Masking::unmasked_queries(p, work.mask(p), work.key0, kKeys);
-    unmasked = {uniform(unmasked.begin), uniform(unmasked.end)};
+    const Limits unmasked = uniform(Masking::unmasked_queries(p, work.mask(p), work.key0, kKeys));
     ptx::barrier_wait(&shared.k_full[0], key_parity);
     ptx::barrier_wait(&shared.v_full[0], key_parity);
     key_parity ^= 1;

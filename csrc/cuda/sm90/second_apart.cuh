@@ -102,8 +102,7 @@ struct SecondApart : PingPong, SecondConsumer<SecondApart<T, kHeadDim, kOptions,
   // A warpgroup needs no barrier of its own for its T and F in shared memory. await_phase comes between writing and
   // reading them, and the barrier in `write` between reading and overwriting them.
   __device__ __forceinline__ void walk_queries(const Work& work) {
-    Limits unmasked = Masking::unmasked_queries(p, work.mask(p), work.key0 + group * 64, 64);
-    unmasked = {uniform(unmasked.begin), uniform(unmasked.end)};
+    const Limits unmasked = uniform(Masking::unmasked_queries(p, work.mask(p), work.key0 + group * 64, 64));
     ptx::barrier_wait(&shared.k_full[0], key_parity);
     ptx::barrier_wait(&shared.v_full[0], key_parity);
     key_parity ^= 1;
