@@ -158,11 +158,7 @@ struct WideBackward {
           warp_key(uniform(static_cast<int>(threadIdx.x) / 32 % kGroupWarps) * 16) {}
 
     static __device__ __forceinline__ int thread() { return threadIdx.x % kGroupThreads; }
-    __device__ __forceinline__ const Work* receive() {
-      ptx::barrier_wait(&shared.work_full[works.stage], works.parity);
-      const Work* const work = &shared.work[works.stage];
-      return uniform(work->exists()) ? work : nullptr;
-    }
+    __device__ __forceinline__ const Work* receive() { return receive_work(shared, works); }
     __device__ __forceinline__ void end_work() {
       ptx::barrier_arrive(&shared.work_empty[works.stage]);
       works.advance();

@@ -103,6 +103,13 @@ __device__ __forceinline__ IntervalMask visible(const AttnParams& p, const Maske
   return IntervalMask(work.mask(p), work.pairs.head(h));
 }
 
+// The description at a ring position, once the producer warp has published it; nullptr at the end of the kernel.
+template <class Shared, class Position>
+__device__ __forceinline__ const auto* receive_work(Shared& shared, const Position& at) {
+  ptx::barrier_wait(&shared.work_full[at.stage], at.parity);
+  const auto* const work = &shared.work[at.stage];
+  return uniform(work->exists()) ? work : nullptr;
+}
 // Calls `body` with each description that the producer warp publishes, until the end of the kernel.
 template <class Shared, class Position, class Body>
 __device__ __forceinline__ void for_each_work(Shared& shared, Position& works, const Body& body) {

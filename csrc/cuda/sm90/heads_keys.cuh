@@ -21,7 +21,7 @@ class HeadKeyGradients : KeyGradientTurns<Kernel> {
 
   __device__ __forceinline__ void compute_tiles() {
     if (kernel.group == 1) kernel.pass_phase();
-    while (const Work* const work = receive(kernel.works)) {
+    while (const Work* const work = receive_work(shared, kernel.works)) {
       set_zero(kernel.dk);
       set_zero(kernel.dv);
       if (uniform(work->tiles) > 0) walk(work);
@@ -76,7 +76,7 @@ class HeadKeyGradients : KeyGradientTurns<Kernel> {
   __device__ __forceinline__ const Work* join() {
     release(shared.values_empty[kernel.values.stage]);
     kernel.values.advance();
-    const Work* const next = receive(kernel.works.after());
+    const Work* const next = receive_work(shared, kernel.works.after());
     if (!next || uniform(next->tiles) == 0) return nullptr;
     kernel.keys.advance();
     await_keys();
@@ -91,12 +91,6 @@ class HeadKeyGradients : KeyGradientTurns<Kernel> {
     ptx::barrier_wait(&shared.v_full[kernel.values.stage], kernel.values.parity);
   }
 
-  // A key tile; nullptr at the end of the kernel.
-  __device__ __forceinline__ const Work* receive(const RingPosition<Kernel::kWorkStages>& at) const {
-    ptx::barrier_wait(&shared.work_full[at.stage], at.parity);
-    const Work* const work = &shared.work[at.stage];
-    return uniform(work->exists()) ? work : nullptr;
-  }
   // Writes dk and dv, which ends the key tile.
   __device__ __forceinline__ void store() {
     kernel.store(shared.work[kernel.works.stage]);
