@@ -270,10 +270,11 @@ template <class Real, class In>
 FLASHATTN_SHARED void widen_row(Real* to, const In* from, int64_t n) {
   for (int64_t i = widen_vectors(to, from, n); i < n; ++i) to[i] = widen(from[i]);
 }
-// to = narrow(scale * from); scales `from` in place on the way.
+// to = narrow(scale * from); scales `from` in place on the way. A zero becomes positive: its sign says whether padding
+// was added to it, which differs between the kernels of an invariant call.
 template <class Real, class In>
 FLASHATTN_SHARED void narrow_row(In* to, Real* from, int64_t n, Real scale) {
-  for (int64_t i = 0; i < n; ++i) from[i] *= scale;
+  for (int64_t i = 0; i < n; ++i) from[i] = from[i] * scale + Real(0);
   for (int64_t i = narrow_vectors(to, from, n); i < n; ++i) narrow(from[i], to + i);
 }
 
