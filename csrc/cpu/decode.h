@@ -31,6 +31,7 @@ class DecodePlan {
     return has_few_queries(p, b, kFloatLanes) && !p.invariant ? query_sequence(p, b).length * p.group_size() : 0;
   }
   int64_t blocks(int64_t b) const { return ceil_div(rows(b), kDecodeRows); }
+  int64_t block_rows(int64_t b) const { return lesser(rows(b), kDecodeRows); }  // of the largest block
   // Number of KV splits. The choice depends only on the sequence, so that the result is bit-identical for every batch
   // and number of threads: few enough that combining the splits and the latency of their first keys cost little, and
   // enough for a few sequences to keep many threads busy.
@@ -67,31 +68,35 @@ struct DecodeWorkspace {
   DecodeWorkspace(const DecodeParams& params, int64_t workers, void* base)
       : DecodeWorkspace(params, workers, ScratchCarver(base)) {}
 
-  int64_t block_rows;        // rows of the largest block, in whole bands
+  int64_t block_rows;        // rows of the largest block of the call, in whole bands
   int64_t units, columns_v;  // units per padded row of q and k, elements per padded row of v
   int64_t heads;             // maximum KV heads per work item
   Widened<In>* rotated_q;
-  char* partials;  // [tiles of the call][heads_k] PartialRows
-  int64_t partial_bytes;
-  char* scratch;  // the rest of the workspace, for the workers
-  int64_t bytes;  // size of the workspace without scratch
+  char* partials;  // sequence after sequence [tiles][heads_k] PartialRows
+  char* scratch;   // the rest of the workspace, for the workers
+  int64_t bytes;   // size of the workspace without scratch
+
+  // Bytes of the partial result of a block of this sequence, for one KV head.
+  int64_t partial_bytes(const DecodePlan& plan, int64_t b) const {
+    ScratchCarver measure(nullptr);
+    PartialRows<Real>(padded_rows<W>(plan.block_rows(b)), columns_v, &measure);
+    return measure.used();
+  }
 
  private:
   DecodeWorkspace(const DecodeParams& p, int64_t workers, ScratchCarver carve)
       : units(padded_units<Op>(p.head_dim)), columns_v(padded_units<Op>(p.head_dim_v) * Op::kPack) {
     const DecodePlan plan(p);
-    int64_t tiles = 0;
+    int64_t tiles = 0, all_partials = 0;
     block_rows = 0;
     for (int64_t b = 0; b < p.batch; ++b) {
-      block_rows = greater(block_rows, padded_rows<W>(lesser(plan.rows(b), kDecodeRows)));
+      block_rows = greater(block_rows, padded_rows<W>(plan.block_rows(b)));
       tiles += plan.tiles(b);
+      all_partials += plan.tiles(b) * p.heads_k * partial_bytes(plan, b);
     }
     heads = heads_of_item(p, tiles, workers);
-    ScratchCarver measure(nullptr);
-    PartialRows<Real>(block_rows, columns_v, &measure);
-    partial_bytes = measure.used();
     rotated_q = carve.take<Widened<In>>(rotated_elements(p));
-    partials = carve.take<char>(tiles * p.heads_k * partial_bytes);
+    partials = carve.take<char>(all_partials);
     scratch = carve.take<char>(0);
     bytes = carve.used();
   }
@@ -105,6 +110,24 @@ struct DecodeWorkspace {
     while (most > 1 && tiles * ceil_div(p.heads_k, most) < kItemsOfWorker * workers) most = ceil_div(most, 2);
     return ceil_div(p.heads_k, ceil_div(p.heads_k, most));
   }
+};
+
+// Finds partial results, for sequences in ascending order. Those of successive splits of a block are heads_k apart.
+template <class In, class Op>
+class PartialCursor {
+ public:
+  PartialCursor(const DecodePlan& plan, const DecodeWorkspace<In, Op>& workspace) : plan_(plan), w_(workspace) {}
+
+  char* find(int64_t b, int64_t tile, int64_t head) {
+    const int64_t heads = plan_.p.heads_k;
+    for (; batch_ < b; ++batch_) first_ += plan_.tiles(batch_) * heads * w_.partial_bytes(plan_, batch_);
+    return w_.partials + first_ + (tile * heads + head) * w_.partial_bytes(plan_, b);
+  }
+
+ private:
+  const DecodePlan& plan_;
+  const DecodeWorkspace<In, Op>& w_;
+  int64_t batch_ = 0, first_ = 0;  // a sequence, and the bytes of the partial results of those before it
 };
 
 template <class In, class Op>
@@ -122,6 +145,7 @@ struct DecodeScratch {
   Real *max, *sums;  // [heads][rows][W], running values per lane; a band uses the first W of its rows
   Real* scores;      // [heads][rows][kDecodeKeys], then weights
   Unit* weights;     // [heads][rows][kDecodeKeys / 2]: pairs of weights, bfloat16 only
+  uint32_t* hidden;  // [heads][rows]: bit j is set if the row does not see key j of the group
   Staged* staged_k;  // [kScoredKeys][columns]: rows padded to whole vectors, and all rows of fp8
   Staged* staged_v;  // [kDecodeKeys][columns_v]
   int64_t bytes;
@@ -134,6 +158,7 @@ struct DecodeScratch {
         sums(carve.template take<Real>(w.heads * w.block_rows * W)),
         scores(carve.template take<Real>(w.heads * w.block_rows * kDecodeKeys)),
         weights(carve.template take<Unit>(Op::kPack == 2 ? w.heads * w.block_rows * kDecodeKeys / 2 : 0)),
+        hidden(carve.template take<uint32_t>(w.heads * w.block_rows)),
         staged_k(carve.template take<Staged>(kScoredKeys * w.units * Op::kPack)),
         staged_v(carve.template take<Staged>(kDecodeKeys * w.columns_v)),
         bytes(carve.used()) {}
@@ -182,23 +207,26 @@ class Decode {
     for (int64_t n = 0; n < heads; ++n) store_sums(n, partial(partials, n));
   }
 
-  // Combines the `parts` splits of a block into its results. Partial results begin at `partials`, `stride` bytes apart.
-  void finish(int64_t b, int64_t key_head, int64_t block, int64_t parts, char* partials, int64_t stride) {
+  // Combines the `parts` splits of a block into its results. partials: those of the first split.
+  void finish(int64_t b, int64_t key_head, int64_t block, int64_t parts, char* partials) {
     const Sequence queries = query_sequence(p, b);
     begin_block(b, queries, block);
     hk = key_head;
-    for (int64_t r = 0; r < row_count; ++r) finish_row(queries.start + query_of(r), r, parts, partials, stride);
+    for (int64_t r = 0; r < row_count; ++r) finish_row(queries.start + query_of(r), r, parts, partials);
   }
 
  private:
   PartialRows<Real> partial(char* partials, int64_t n) const {
-    ScratchCarver carve(partials + n * w.partial_bytes);
-    return PartialRows<Real>(w.block_rows, w.columns_v, &carve);
+    ScratchCarver carve(partials + n * partial_bytes);
+    return PartialRows<Real>(block_rows, w.columns_v, &carve);
   }
   void begin_block(int64_t b, const Sequence& queries, int64_t block) {
+    const DecodePlan plan(p);
     batch = b;
     row0 = block * kDecodeRows;
     row_count = lesser(kDecodeRows, queries.length * p.group_size() - row0);
+    block_rows = padded_rows<W>(plan.block_rows(b));
+    partial_bytes = w.partial_bytes(plan, b);
   }
 
   // Query and head of row r of the block; adjacent rows are the heads of one query.
@@ -207,7 +235,7 @@ class Decode {
 
   void load_queries(const Sequence& queries, int64_t first_head, int64_t n, const PartialRows<Real>& to) {
     hk = first_head + n;
-    Unit* const q = scratch.q + n * w.block_rows * w.units;
+    Unit* const q = scratch.q + n * block_rows * w.units;
     for_bands<W>(row_count, [&](auto band, int64_t first) {
       constexpr int R = decltype(band)::value;
       for (int64_t r = 0; r < R; ++r) {
@@ -215,10 +243,10 @@ class Decode {
         BandProduct<Staged, Op, R>::place_row(q + first * w.units, r, scratch.q_row, w.units);
       }
     });
-    const int64_t lanes = w.block_rows * W;
+    const int64_t lanes = block_rows * W;
     std::fill(scratch.max + n * lanes, scratch.max + (n + 1) * lanes, -kInfinity);
     std::fill(scratch.sums + n * lanes, scratch.sums + (n + 1) * lanes, Real(0));
-    std::fill(to.out, to.out + w.block_rows * w.columns_v, Real(0));
+    std::fill(to.out, to.out + block_rows * w.columns_v, Real(0));
   }
   // Copies row r of the block to scratch.q_row, with zeros after it; zeros alone for a row of padding.
   FLASHATTN_SHARED void stage_query(const Sequence& queries, int64_t r) const {
@@ -235,7 +263,7 @@ class Decode {
   void store_sums(int64_t n, const PartialRows<Real>& to) const {
     for_bands<W>(row_count, [&](auto band, int64_t first) {
       constexpr int R = decltype(band)::value, C = W / R;
-      const int64_t lanes = (n * w.block_rows + first) * W;
+      const int64_t lanes = (n * block_rows + first) * W;
       for (int64_t r = 0; r < R; ++r) {
         to.max[first + r] = scratch.max[lanes + r * C];
         to.sum[first + r] = 0;
@@ -263,7 +291,7 @@ class Decode {
                                                                  w.units * Op::kPack, scratch.staged_k, pointers);
         for_bands<W>(row_count, [&](auto band, int64_t first) {
           constexpr int R = decltype(band)::value;
-          const int64_t row = n * w.block_rows + first;
+          const int64_t row = n * block_rows + first;
           BandProduct<Staged, Op, R>::scores(scratch.scores + row * kDecodeKeys + j * R, scratch.q + row * w.units,
                                              w.units, k, ahead_of(&next_v, first), [&](V product) {
                                                if constexpr (kIsFloat8<In>) product = product * descale;
@@ -274,16 +302,18 @@ class Decode {
       if (!p.alibi_slopes && !may_hide) continue;
       for_bands<W>(row_count, [&](auto band, int64_t first) {
         constexpr int R = decltype(band)::value;
-        Real* const scores = scratch.scores + (n * w.block_rows + first) * kDecodeKeys;
+        Real* const scores = scratch.scores + (n * block_rows + first) * kDecodeKeys;
         if (p.alibi_slopes) add_alibi<R>(first, rows.key0, scores);
-        if (may_hide && hide<R>(mask, keys, has_intervals, first, rows, scores)) hides |= uint64_t{1} << n;
+        if (may_hide && hide<R>(mask, keys, has_intervals, first, rows, scores, hidden_rows(n) + first)) {
+          hides |= uint64_t{1} << n;
+        }
       });
     }
     next_v.ask_for_rest();  // no rows are left if D == Dv
     for (int64_t n = 0; n < head_count; ++n) {
       const PartialRows<Real> to = partial(partials, n);
       for_bands<W>(row_count, [&](auto band, int64_t first) {
-        weigh<decltype(band)::value>(n * w.block_rows + first, to.out + first * w.columns_v);
+        weigh<decltype(band)::value>(n * block_rows + first, to.out + first * w.columns_v);
       });
     }
     for (int64_t n = 0; n < head_count; ++n) {
@@ -323,16 +353,23 @@ class Decode {
     }
   }
 
-  // Sets the scores of masked keys and padding keys to -inf. Returns whether there are any.
+  // Which keys the rows of head n of the work item do not see, in calls of hide().
+  uint32_t* hidden_rows(int64_t n) const { return scratch.hidden + n * block_rows; }
+
+  // Sets the scores of masked keys and padding keys to -inf, and their bits in `hidden`, of the rows of the band.
+  // Returns whether there are any.
   template <int R>
   bool hide(const Mask& mask, const KeyLocator& keys, bool has_intervals, int64_t first, const GroupRows& rows,
-            Real* scores) const {
+            Real* scores, uint32_t* hidden) const {
+    static_assert(kDecodeKeys <= 32, "hidden has a bit for each key");
     bool any = false;
     const auto hide_one = [&](int64_t r, int64_t j) {
       score_at<R>(scores, r, j) = -kInfinity;
+      hidden[r] |= uint32_t{1} << j;
       any = true;
     };
     for (int64_t r = 0; r < R; ++r) {
+      hidden[r] = 0;
       const int64_t query = query_of(lesser(first + r, row_count - 1));
       const IndexRange seen = mask.keys_of(query, query + 1);
       for (int64_t j = 0; j < kDecodeKeys; ++j) {
@@ -392,25 +429,25 @@ class Decode {
     for_bands<W>(row_count, [&](auto band, int64_t first) {
       constexpr int R = decltype(band)::value;
       Real* const to = out + first * w.columns_v;
-      const int64_t row = n * w.block_rows + first;
+      const int64_t row = n * block_rows + first;
       Real* const scores = scratch.scores + row * kDecodeKeys;
       if (hides) {
-        add_seen_values<R>(v, count, scores, lesser<int64_t>(R, row_count - first), to);
+        add_seen_values<R>(v, count, scores, lesser<int64_t>(R, row_count - first), hidden_rows(n) + first, to);
       } else {
         BandValues<Staged, Op, R>::add(to, w.columns_v, scores, scratch.weights + row * kDecodeKeys / 2, v,
                                        ahead_of(&next_k, first));
       }
     });
   }
-  // The same with masked scores: skips weights of 0, because 0 times a non-finite value is NaN.
+  // The same with masked scores: skips masked keys, because 0 times a value that is not finite is NaN.
   template <int R>
-  void add_seen_values(const Staged* const* v, int64_t count, Real* scores, int64_t rows, Real* out) const {
+  void add_seen_values(const Staged* const* v, int64_t count, Real* scores, int64_t rows, const uint32_t* hidden,
+                       Real* out) const {
     for (int64_t r = 0; r < rows; ++r) {
       Real* const row = out + r * w.columns_v;
       for (int64_t j = 0; j < count; ++j) {
-        const Real of_key = score_at<R>(scores, r, j);
-        if (of_key == 0) continue;
-        const V weight = S::set1(of_key);
+        if (hidden[r] >> j & 1) continue;
+        const V weight = S::set1(score_at<R>(scores, r, j));
         for (int64_t d = 0; d < w.columns_v; d += W) {
           S::store(row + d, S::fma(weight, WideVector<Real, Staged>::load(v[j] + d), S::load(row + d)));
         }
@@ -418,11 +455,8 @@ class Decode {
     }
   }
 
-  void finish_row(int64_t row, int64_t r, int64_t parts, char* partials, int64_t stride) const {
-    const auto part_of = [&](int64_t n) {
-      ScratchCarver carve(partials + n * stride);
-      return PartialRows<Real>(w.block_rows, w.columns_v, &carve);
-    };
+  void finish_row(int64_t row, int64_t r, int64_t parts, char* partials) const {
+    const auto part_of = [&](int64_t n) { return partial(partials, n * p.heads_k); };
     const int64_t h = head_of(r);
     const Real sink = p.sink ? static_cast<const Real*>(p.sink)[h] : Real(0);
     const bool has_sink = p.has_sink && sink_counts(sink);
@@ -450,7 +484,7 @@ class Decode {
     const bool empty = sum == 0;  // no visible key and no sink
     write_out<In>(p, batch, h, row, out, empty ? Real(0) : Real(descale_of_values<In>(p, batch, hk)) / sum);
     *row_of<Real>(p.lse, batch, h, row) = empty ? -kInfinity : row_lse(max, std::log2(sum));
-    if (p.row_maxima.data) *row_of<Real>(p.row_maxima, batch, h, row) = largest * kLn2<Real>;
+    if (p.row_maxima.data) *row_of<Real>(p.row_maxima, batch, h, row) = largest_logit(largest, sum);
   }
 
   const DecodeParams& p;
@@ -459,6 +493,8 @@ class Decode {
   DecodeScratch<In, Op> scratch;
   // The current block.
   int64_t batch = 0, hk = 0, row0 = 0, row_count = 0, first_position = 0, head_count = 0;
+  // Of its sequence: rows of the largest block in whole bands, bytes of the partial result of a block and head.
+  int64_t block_rows = 0, partial_bytes = 0;
   Ahead<In> next_v, next_k;  // prefetch of this group's values and the next group's keys
 };
 
@@ -487,36 +523,30 @@ void decode(const DecodeParams& params) {
     blocks += plan.blocks(b) * p.heads_k;
   }
   const int64_t scratch_bytes = DecodeScratch<In, Op>(w, nullptr).bytes;
-  // The partial results of successive splits of a block are heads_k partial results apart.
-  const auto partial_of = [&](int64_t tile_of_call, int64_t head) {
-    return w.partials + (tile_of_call * p.heads_k + head) * w.partial_bytes;
-  };
-  const int64_t stride = p.heads_k * w.partial_bytes;
   std::atomic<int64_t> next{0};
   run_workers(executor, items, [&](int worker) {
     Decode<In, Op, Accuracy> kernel(p, w, w.scratch + worker * scratch_bytes);
+    PartialCursor<In, Op> partials(plan, w);
     WorkCursor cursor(p.batch, head_groups);
     WorkItem item;
     while (cursor.find(next.fetch_add(1, std::memory_order_relaxed), tiles_of, &item)) {
       const int64_t parts = plan.splits(item.batch);
       const int64_t head = item.head * w.heads, heads = lesser(w.heads, p.heads_k - head);
       kernel.run(item.batch, head, heads, item.tile / parts, item.tile % parts, parts,
-                 partial_of(item.tile_of_call, head));
+                 partials.find(item.batch, item.tile, head));
     }
   });
   std::atomic<int64_t> next_block{0};
   run_workers(executor, blocks, [&](int worker) {
     Decode<In, Op, Accuracy> kernel(p, w, w.scratch + worker * scratch_bytes);
-    // Finds the first split of each block by its tile number in the call.
-    WorkCursor cursor(p.batch, p.heads_k), tiles(p.batch, p.heads_k);
-    int64_t first_tile = 0, batch = 0;
+    PartialCursor<In, Op> partials(plan, w);
+    WorkCursor cursor(p.batch, p.heads_k);
     WorkItem item;
     while (cursor.find(
         next_block.fetch_add(1, std::memory_order_relaxed), [&](int64_t b) { return plan.blocks(b); }, &item)) {
-      for (; batch < item.batch; ++batch) first_tile += plan.tiles(batch);
       const int64_t parts = plan.splits(item.batch);
-      char* const first = partial_of(first_tile + item.tile * parts, item.head);
-      kernel.finish(item.batch, item.head, item.tile, parts, first, stride);
+      char* const first = partials.find(item.batch, item.tile * parts, item.head);
+      kernel.finish(item.batch, item.head, item.tile, parts, first);
     }
   });
 

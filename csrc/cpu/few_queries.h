@@ -4,6 +4,7 @@
 #pragma once
 
 #include "../key_locator.h"
+#include "../mask.h"
 #include "../portable.h"
 
 namespace flashattn_ext {
@@ -15,10 +16,12 @@ FLASHATTN_HOST_DEVICE bool has_few_queries(const DecodeParams& p, int64_t b, int
   // invariant_decode.h does not implement biases.
   if (queries > kMostQueries || p.heads_k == 0 || (p.invariant && p.has_bias())) return false;
   if (!p.splits_alone) return true;
-  // A forward without a cache: with fewer keys, or as many queries as lanes, combining splits costs more than it saves.
-  constexpr int64_t kLeastKeys = 32, kLeastKeysOfFullLanes = 1024;
-  const int64_t keys = KeyLocator(p, b).length;
-  return queries <= lanes && keys >= (queries <= lanes / 2 ? kLeastKeys : kLeastKeysOfFullLanes);
+  // A forward without a cache. The splits, and in invariant calls a work item, have fixed costs; slopes are added one
+  // score at a time.
+  const bool fills_lanes = queries > lanes / 2;
+  if (queries > lanes || (fills_lanes && (p.invariant || p.alibi_slopes))) return false;
+  const IndexRange visible = Mask(p, queries, KeyLocator(p, b).length).keys_of(0, queries);
+  return visible.end - visible.begin >= queries * (fills_lanes ? 64 : p.invariant ? 16 : 8);
 }
 
 }  // namespace flashattn_ext

@@ -75,6 +75,13 @@ struct FinalRow {
   bool is_empty() const { return sum == 0; }  // no visible key and no sink
 };
 
+// The largest logit of a row in natural units. A vector maximum may forget a NaN, which the sum of weights does not.
+template <class Real>
+inline Real largest_logit(Real largest, Real sum) {
+  const bool has_nan = sum != sum && largest != std::numeric_limits<Real>::infinity();
+  return has_nan ? sum : largest * kLn2<Real>;
+}
+
 // Writes out, lse and the largest logit of a row. sums: its unnormalised out, which is scaled in place.
 template <class In, class Real>
 inline void write_row(const AttnParams& p, int64_t batch, int64_t head, int64_t row, Real* sums,
@@ -84,7 +91,7 @@ inline void write_row(const AttnParams& p, int64_t batch, int64_t head, int64_t 
   write_out<In>(p, batch, head, row, sums, of.is_empty() ? Real(0) : factor / of.sum);
   *row_of<Real>(p.lse, batch, head, row) =
       of.is_empty() ? -std::numeric_limits<Real>::infinity() : row_lse(of.max, std::log2(of.sum));
-  if (p.row_maxima.data) *row_of<Real>(p.row_maxima, batch, head, row) = of.largest * kLn2<Real>;
+  if (p.row_maxima.data) *row_of<Real>(p.row_maxima, batch, head, row) = largest_logit(of.largest, of.sum);
 }
 
 template <class In, class Op, class Accuracy, class Rule>

@@ -1,0 +1,103 @@
+"""Forwards with few queries on the CPU: they run the kernels of decoding (csrc/cpu/few_queries.h)."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from helpers import assert_same_bits, run_python
+
+import flashattn_ext
+from flashattn_ext import _C
+
+pytestmark = pytest.mark.usefixtures("deterministic")
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(params=_C.cpu_isas())
+def isa(request: pytest.FixtureRequest):
+    before = _C.cpu_isa()
+    _C.set_cpu_isa(request.param)
+    yield request.param
+    _C.set_cpu_isa(before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("keys", [31, 32, 33, 64, 100])
+def test_a_visible_nan_counts_if_its_weight_underflows(isa: str, dtype: torch.dtype, keys: int) -> None:
+    """A masked or padding key in its group of keys does not hide it, and a masked NaN stays hidden."""
+    q = torch.full((1, 1, 1, 8), 100.0, dtype=dtype)
+    k, v = torch.zeros(1, keys, 1, 8, dtype=dtype), torch.ones(1, keys, 1, 8, dtype=dtype)
+    k[0, 0], k[0, -1] = 1, -3
+    v[0, -1] = math.nan
+    assert flashattn_ext.forward(q, k, v, softmax_scale=1.0).isnan().all()
+    hidden = flashattn_ext.forward(q, k, v, softmax_scale=1.0, window_size=(-1, -1), origin=(0, 0, 0, 1), causal=True)
+    assert not hidden.isnan().any()
+
+
+@pytest.mark.parametrize("Sq", [1, 64])
+@pytest.mark.parametrize("invariant", [False, True])
+def test_the_largest_logit_of_a_row_with_a_nan_is_nan(isa: str, Sq: int, invariant: bool) -> None:
+    """Whichever kernel computes it, at any place among the keys."""
+    for place in (0, 3, 63):
+        q, k = torch.ones(1, Sq, 1, 8), torch.zeros(1, 64, 1, 8)
+        k[0, 5], k[0, place] = 5, math.nan
+        assert flashattn_ext.forward(q, k, k, invariant=invariant, return_max_logits=True)[1].isnan().all()
+        k[0, place] = math.inf
+        assert (flashattn_ext.forward(q, k, k, invariant=invariant, return_max_logits=True)[1] == math.inf).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_zeros_of_invariant_calls_have_one_sign(isa: str, dtype: torch.dtype) -> None:
+    """A sink leaves nothing of small values; a longer call computes the row with another kernel."""
+    q, k, v = (
+        torch.randn(1, 40, 8, 32).to(dtype),
+        torch.randn(1, 40, 2, 32).to(dtype),
+        torch.randn(1, 40, 2, 512).to(dtype),
+    )
+    sink = torch.full((8,), 88.0, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+    long = flashattn_ext.forward(q, k, v, sink=sink, invariant=True, causal=True)
+    short = flashattn_ext.forward(q[:, -1:], k, v, sink=sink, invariant=True, causal=True)
+    assert_same_bits(short, long[:, -1:], "out")
+    assert (short.signbit() == long[:, -1:].signbit()).all()
+
+
+def test_the_results_of_a_sequence_do_not_depend_on_longer_ones(isa: str) -> None:
+    """One sequence has eight times the queries of the others, one has more than these kernels take."""
+    lengths_q, lengths_k = [1, 8, 1, 30, 0, 2], [300, 64, 1, 40, 7, 2100]
+    q, k, v = torch.randn(sum(lengths_q), 8, 64), torch.randn(sum(lengths_k), 2, 64), torch.randn(sum(lengths_k), 2, 64)
+    starts = [torch.tensor([0, *lengths]).cumsum(0).int() for lengths in (lengths_q, lengths_k)]
+    out, lse = flashattn_ext.varlen_forward(q, k, v, *starts, 30, 2100, causal=True, return_lse=True)
+    for i, (queries, keys) in enumerate(zip(lengths_q, lengths_k, strict=True)):
+        rows, columns = slice(starts[0][i], starts[0][i + 1]), slice(starts[1][i], starts[1][i + 1])
+        alone, lse_alone = flashattn_ext.forward(
+            q[None, rows], k[None, columns], v[None, columns], causal=True, return_lse=True
+        )
+        assert alone.shape[1] == queries and columns.stop - columns.start == keys
+        assert_same_bits(out[rows], alone[0], f"out of sequence {i}")
+        assert_same_bits(lse[:, rows], lse_alone[0], f"lse of sequence {i}")
+
+
+MEMORY = """
+import re, torch, flashattn_ext
+from pathlib import Path
+
+def peak():
+    return int(re.search("VmHWM: *([0-9]+)", Path("/proc/self/status").read_text().replace(chr(9), " "))[1])
+
+B, first = 2000, {queries}
+starts_q = torch.tensor([0, first, *[1] * (B - 1)]).cumsum(0).int()
+starts_k = (torch.arange(B + 1) * 32).int()
+q, k, v = torch.randn(B - 1 + first, 16, 128), torch.randn(32 * B, 1, 128), torch.randn(32 * B, 1, 128)
+flashattn_ext.varlen_forward(q[:1], k[:32], v[:32], starts_k[:2] // 32, starts_k[:2], 1, 32)
+before = peak()
+flashattn_ext.varlen_forward(q, k, v, starts_q, starts_k, first, 32)
+print(peak() - before)
+"""
+
+
+def test_memory_follows_the_rows_of_each_sequence() -> None:
+    """KiB: one sequence of four queries among 2000 of one needs as much as one of one."""
+    alone, mixed = (int(run_python(MEMORY.format(queries=queries)).stdout) for queries in (1, 4))
+    assert 10_000 < mixed < 1.5 * alone
