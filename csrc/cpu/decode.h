@@ -493,7 +493,7 @@ class Decode {
   DecodeScratch<In, Op> scratch;
   // The current block.
   int64_t batch = 0, hk = 0, row0 = 0, row_count = 0, first_position = 0, head_count = 0;
-  // Of its sequence: rows of the largest block in whole bands, bytes of the partial result of a block and head.
+  // The rows of the sequence's largest block, in whole bands, and the bytes of a block's partial result for a head.
   int64_t block_rows = 0, partial_bytes = 0;
   Ahead<In> next_v, next_k;  // prefetch of this group's values and the next group's keys
 };
