@@ -22,8 +22,8 @@ size_t decode_workspace_bytes(const DecodeParams& p) {
 }
 void decode(const DecodeParams& p) { cpu_kernels(p.dtype).decode(p); }
 
-// Whether a forward runs on the kernels of decoding, as if its keys were in a KV cache. They implement neither dropout nor
-// a relative or dense bias, write no `centres`, and compute all keys that a Mask hides.
+// Whether a forward runs on the kernels of decoding, as if its keys were in a KV cache. They implement neither dropout
+// nor a relative or dense bias, write no `centres`, and compute all keys that a Mask hides.
 bool is_few_rows(const AttnParams& p) {
   if (p.has_intervals() || p.has_dropout() || p.relative_bias || p.bias.data || p.centres.data) return false;
   // invariant_decode.h does not divide keys among workers. The choice does not change the bits of an invariant call.
@@ -31,7 +31,8 @@ bool is_few_rows(const AttnParams& p) {
   const DecodeParams call = cached_call(p);
   const int64_t lanes = cpu_kernels(p.dtype).float_lanes;
   int64_t b = 0;
-  while (b < p.batch && !has_few_queries(call, b, lanes)) b += p.is_varlen() ? 1 : p.batch;  // dense sequences are all alike
+  while (b < p.batch && !has_few_queries(call, b, lanes))
+    b += p.is_varlen() ? 1 : p.batch;  // dense sequences are all alike
   return b < p.batch;
 }
 
