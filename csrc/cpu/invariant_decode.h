@@ -416,7 +416,8 @@ inline int64_t invariant_heads(const DecodeParams& p, BlocksOf blocks_of, int64_
 template <class In, class Op, class Accuracy>
 void decode_invariantly(const DecodeParams& p) {
   const auto blocks_of = [&](int64_t b) {
-    return has_few_queries(p, b, kFloatLanes) ? ceil_div(query_sequence(p, b).length * p.group_size(), kInvariantRows) : 0;
+    return has_few_queries(p, b, kFloatLanes) ? ceil_div(query_sequence(p, b).length * p.group_size(), kInvariantRows)
+                                              : 0;
   };
   if (p.heads_k == 0) return;
   const int64_t heads = invariant_heads<Op>(p, blocks_of, static_cast<const CpuExecutor*>(p.stream)->num_threads);

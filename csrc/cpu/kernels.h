@@ -23,7 +23,7 @@ struct CpuDerivatives {
 // bf16 and fp8 alone.
 struct CpuKernels {
   const char* name;
-  int64_t float_lanes;  // floats of a vector
+  int64_t float_lanes;                              // floats of a vector
   TileSize (*tile_size)(const AttnParams& params);  // for the dtype and head dims of the params
   int64_t (*forward_scratch_bytes)(const AttnParams& params);
   void (*forward)(const AttnParams& params);

@@ -235,8 +235,7 @@ class Dispatch {
   static size_t forward_workspace_bytes(const AttnParams& p) {
     if (runs_in_chunks(p)) return decode::chunk_bytes(cached_call(p), chunk_kernel(p));
     if (is_few_rows(p)) {
-      return cached_bytes(cached_call(p), true) +
-             (is_narrow(p) ? 0 : static_cast<size_t>(aligned_copy_bytes(p)));
+      return cached_bytes(cached_call(p), true) + (is_narrow(p) ? 0 : static_cast<size_t>(aligned_copy_bytes(p)));
     }
     const ForwardKernel& kernel = forward_of(p);
     const int64_t copies = widens(p, kernel) ? widened_bytes(p) : aligned_copy_bytes(p);
