@@ -160,11 +160,6 @@ struct AttnParams {
   FLASHATTN_HOST_DEVICE int64_t group_size() const { return heads_q / heads_k; }
 };
 
-// A tensor has this many batch entries of this many rows: a packed one is a single entry.
-inline int64_t batch_entries(const AttnParams& p) { return p.is_varlen() ? 1 : p.batch; }
-inline int64_t query_rows(const AttnParams& p) { return p.is_varlen() ? p.total_q : p.seqlen_q; }
-inline int64_t key_rows(const AttnParams& p) { return p.is_varlen() ? p.total_k : p.seqlen_k; }
-
 struct AttnGradParams : AttnParams {
   TensorView dout;        // [B, Sq, Hq, Dv], dtype of q
   RowView dlse;           // [B, Hq, Sq] in the dtype of lse; data == nullptr when lse has no gradient
@@ -238,17 +233,6 @@ struct DecodeParams : AttnParams {
   // causal and the window still apply.
   int64_t mask_keys = 0;
 };
-
-// A forward call as a decoding call, whose KV cache holds exactly its keys and values.
-inline DecodeParams cached_call(const AttnParams& p) {
-  DecodeParams call;
-  static_cast<AttnParams&>(call) = p;
-  call.splits_alone = true;
-  call.cache.is_packed = p.is_varlen();
-  call.cache.entries = batch_entries(p);
-  call.cache.page_size = call.cache.seqlen = key_rows(p);
-  return call;
-}
 
 // The caller's thread pool, behind a function pointer so that the CPU kernels need no torch header.
 struct CpuExecutor {

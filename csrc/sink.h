@@ -35,12 +35,10 @@ FLASHATTN_HOST_DEVICE Real row_lse(Real maximum, Real log2_sum) {
   return maximum == kLargest<Real> ? kInfinite<Real> : (maximum + log2_sum) * kLn2<Real>;
 }
 
-// Natural logarithm of the weight of a sink in a row with the given log-sum-exp: 0 if the sink takes all the weight,
-// also where the lse of a large sink is rounded to less than the sink.
+// Natural logarithm of the weight of a sink in a row with the given log-sum-exp: 0 if the sink takes all the weight.
 template <class Real>
 FLASHATTN_HOST_DEVICE Real sink_log_weight(Real sink, Real lse) {
-  const Real difference = sink - lse;
-  return lse == kInfinite<Real> || difference > 0 ? Real(0) : difference;
+  return lse == kInfinite<Real> ? Real(0) : sink - lse;
 }
 
 }  // namespace flashattn_ext

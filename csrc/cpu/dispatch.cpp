@@ -1,5 +1,6 @@
 // The Backend table of the CPU: every entry calls the kernels of the instruction set in use.
 #include "../backend.h"
+#include "../cached_call.h"
 #include "dropout_mask.h"
 #include "few_queries.h"
 #include "kernels.h"

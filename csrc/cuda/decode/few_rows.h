@@ -5,7 +5,7 @@
 
 #include <cstddef>
 
-#include "../../params.h"
+#include "../../cached_call.h"
 
 namespace flashattn_ext {
 struct BackwardWorkspace;
