@@ -166,6 +166,15 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
     _C.set_cpu_isa(before)
 
 
+@pytest.fixture(params=_C.cpu_isas())
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    """For tests of the CPU alone: each instruction set, whose kernels run while the test does."""
+    before = _C.cpu_isa()
+    _C.set_cpu_isa(request.param)
+    yield request.param
+    _C.set_cpu_isa(before)
+
+
 @pytest.fixture
 def deterministic() -> Iterator[None]:
     """For comparisons bit by bit: accelerators add gradients in a fixed order only under deterministic algorithms."""

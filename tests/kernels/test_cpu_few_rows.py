@@ -6,21 +6,12 @@ import math
 
 import pytest
 import torch
-from helpers import assert_same_bits, run_python
+from helpers import allocated_bytes, assert_same_bits
 
 import flashattn_ext
-from flashattn_ext import _C
 
 pytestmark = pytest.mark.usefixtures("deterministic")
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-
-
-@pytest.fixture(params=_C.cpu_isas())
-def isa(request: pytest.FixtureRequest):
-    before = _C.cpu_isa()
-    _C.set_cpu_isa(request.param)
-    yield request.param
-    _C.set_cpu_isa(before)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -32,8 +23,9 @@ def test_a_visible_nan_counts_if_its_weight_underflows(isa: str, dtype: torch.dt
     k[0, 0], k[0, -1] = 1, -3
     v[0, -1] = math.nan
     assert flashattn_ext.forward(q, k, v, softmax_scale=1.0).isnan().all()
-    hidden = flashattn_ext.forward(q, k, v, softmax_scale=1.0, window_size=(-1, -1), origin=(0, 0, 0, 1), causal=True)
-    assert not hidden.isnan().any()
+    hides_the_last = (0, 0, keys - 2, 0)  # the query is at the position of the key before it
+    hidden = flashattn_ext.forward(q, k, v, softmax_scale=1.0, causal=True, origin=hides_the_last)
+    assert (hidden == 1).all()
 
 
 @pytest.mark.parametrize("Sq", [1, 64])
@@ -79,25 +71,25 @@ def test_the_results_of_a_sequence_do_not_depend_on_longer_ones(isa: str) -> Non
         assert_same_bits(lse[:, rows], lse_alone[0], f"lse of sequence {i}")
 
 
-MEMORY = """
-import re, torch, flashattn_ext
-from pathlib import Path
-
-def peak():
-    return int(re.search("VmHWM: *([0-9]+)", Path("/proc/self/status").read_text().replace(chr(9), " "))[1])
-
-B, first = 2000, {queries}
-starts_q = torch.tensor([0, first, *[1] * (B - 1)]).cumsum(0).int()
-starts_k = (torch.arange(B + 1) * 32).int()
-q, k, v = torch.randn(B - 1 + first, 16, 128), torch.randn(32 * B, 1, 128), torch.randn(32 * B, 1, 128)
-flashattn_ext.varlen_forward(q[:1], k[:32], v[:32], starts_k[:2] // 32, starts_k[:2], 1, 32)
-before = peak()
-flashattn_ext.varlen_forward(q, k, v, starts_q, starts_k, first, 32)
-print(peak() - before)
-"""
-
-
 def test_memory_follows_the_rows_of_each_sequence() -> None:
-    """KiB: one sequence of four queries among 2000 of one needs as much as one of one."""
-    alone, mixed = (int(run_python(MEMORY.format(queries=queries)).stdout) for queries in (1, 4))
-    assert 10_000 < mixed < 1.5 * alone
+    """One sequence of eight queries among 1000 of one needs as much as one more of one."""
+    B, keys = 1000, 64
+    starts_k = (torch.arange(B + 1) * keys).int()
+    k, v = (torch.randn(B * keys, 1, 64) for _ in range(2))
+
+    def bytes_with(queries: int) -> int:
+        starts_q = torch.tensor([0, queries, *[1] * (B - 1)]).cumsum(0).int()
+        q = torch.randn(B - 1 + queries, 16, 64)
+        return allocated_bytes(lambda: flashattn_ext.varlen_forward(q, k, v, starts_q, starts_k, queries, keys))
+
+    assert bytes_with(8) < 1.5 * bytes_with(1)
+
+
+@pytest.mark.parametrize("Sq", [1, 3])
+def test_a_call_without_a_cache_has_the_bits_of_one_with_it(isa: str, Sq: int) -> None:
+    """They run the same kernels on the same splits; a call of more queries runs others."""
+    q, k, v = torch.randn(2, 40, 8, 64), torch.randn(2, 3000, 2, 64), torch.randn(2, 3000, 2, 64)
+    lengths = torch.full((2,), 3000, dtype=torch.int32)
+    with_cache = flashattn_ext.flash_attn_with_kvcache(q[:, :Sq], k, v, cache_seqlens=lengths)
+    assert_same_bits(flashattn_ext.forward(q[:, :Sq], k, v), with_cache)
+    assert not torch.equal(flashattn_ext.forward(q, k, v)[:, :Sq], with_cache)

@@ -25,14 +25,6 @@ refused_by_the_emulator = pytest.mark.no_emulator
 STRIDES = [view for view in VIEWS if view not in ("expanded", "strided_last")]
 
 
-@pytest.fixture(params=_C.cpu_isas())
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = _C.cpu_isa()
-    _C.set_cpu_isa(request.param)
-    yield request.param
-    _C.set_cpu_isa(before)
-
-
 @pytest.fixture
 def on(device: str) -> Iterator[str]:
     """The device, on which new tensors are made."""
