@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "../../params.h"
+#include "device.h"
 
 namespace flashattn_ext {
 
@@ -11,16 +12,20 @@ namespace flashattn_ext {
 inline int64_t tile_count(int64_t rows, int64_t tile) { return std::max<int64_t>(1, (rows + tile - 1) / tile); }
 
 // Tiles are numbered section by section. A section is a set of heads (of all batch entries) whose data stay in the L2
-// cache together. In a section the first tiles of all heads come before the second ones.
+// cache together. In a section the first tiles of all heads come before the second ones. The last tiles of every head
+// may be left for the end: there all heads are one section.
 struct TileOrder {
-  int blocks;   // tiles of a sequence, as far as the host knows
-  int section;  // heads of a section
+  int blocks;    // tiles of a sequence, as far as the host knows
+  int section;   // heads of a section
+  int last = 0;  // tiles of each head that come at the end
 
   struct Index {
     int head, block;
   };
   __device__ __forceinline__ Index index(int tile, int heads) const {
-    const int section_tiles = section * blocks, first = tile / section_tiles * section, rest = tile % section_tiles;
+    const int sectioned = blocks - last, at_end = tile - sectioned * heads;
+    if (at_end >= 0) return {at_end % heads, sectioned + at_end / heads};
+    const int section_tiles = section * sectioned, first = tile / section_tiles * section, rest = tile % section_tiles;
     const int section_heads = min(section, heads - first);
     return {first + rest % section_heads, rest / section_heads};
   }
@@ -57,22 +62,45 @@ inline int section_heads(const AttnParams& p, int64_t heads, int64_t head_bytes,
   return static_cast<int>(std::max<int64_t>(1, std::min(section, heads)));
 }
 
+// Whether the tiles of a head become ever shorter, the last ones by far: as those of a causal call with about as many
+// keys as queries.
+inline bool tiles_shrink(const AttnParams& p) {
+  return p.window_right != kUnbounded && p.window_left == kUnbounded && !p.has_intervals() &&
+         4 * (p.seqlen_k - p.seqlen_q + p.window_right) <= p.seqlen_k;
+}
+
+// TileOrder::last where tiles shrink. When the tiles before the last ones run out, thread blocks end up to the longest
+// tile apart, by half of it on average: blocks / 2, in units of the shortest tile. last^2 / 2 is the work of the last
+// tiles of a head. They have twice the work that fills these gaps. Without them, the last sections of few heads, whose
+// longest tiles start late, took up to 15 % longer than an even share.
+inline int last_tiles(int64_t blocks, int64_t heads) {
+  int64_t last = 1;
+  while (last < blocks && last * last * heads < 2 * blocks * multiprocessors()) ++last;
+  return static_cast<int>(last);
+}
+
 // The order of a forward call, whose keys and values are to stay in the cache. With a Mask tiles may be long anywhere
 // in a head: then a section has so many heads that enough of its short tiles are left for the end, and neighbouring
 // tiles of a head still read the same keys at about the same time.
 inline TileOrder forward_order(const AttnParams& p, int64_t blocks, int64_t element_bytes, int64_t at_least = 1) {
   const int64_t head_bytes = p.seqlen_k * (p.head_dim + p.head_dim_v) * element_bytes / p.group_size();
+  const int64_t heads = p.batch * p.heads_q;
   if (p.has_intervals()) at_least = std::max<int64_t>(at_least, 16);
-  return {static_cast<int>(blocks), section_heads(p, p.batch * p.heads_q, head_bytes, at_least)};
+  return {static_cast<int>(blocks), section_heads(p, heads, head_bytes, at_least),
+          tiles_shrink(p) ? last_tiles(blocks, heads) : 0};
 }
 
 // The order of a backward call, whose queries, output gradients and sums of dq are to stay in the cache. at_once: how
-// many key tiles are computed at a time. In a deterministic call key tiles of a head add to dq one after the other:
-// tiles that start at the same time belong to different heads, otherwise all but the first would wait.
+// many key tiles are computed at a time; at_least: heads of a section whose tiles may not shrink. In a deterministic
+// call key tiles of a head add to dq one after the other: tiles that start at the same time belong to different heads,
+// otherwise all but the first would wait.
 inline TileOrder backward_order(const AttnGradParams& p, int64_t blocks, int64_t element_bytes, int64_t at_once,
                                 int64_t at_least = 1) {
   const int64_t row_bytes = p.head_dim * (element_bytes + 4) + p.head_dim_v * element_bytes;
   const int64_t head_bytes = p.seqlen_q * row_bytes * p.group_size(), heads = p.batch * p.heads_k;
+  if (!p.deterministic && tiles_shrink(p)) {
+    return {static_cast<int>(blocks), section_heads(p, heads, head_bytes), last_tiles(blocks, heads)};
+  }
   int64_t section = section_heads(p, heads, head_bytes, at_least);
   if (p.deterministic) section = std::max(section, std::min(heads, tile_count(at_once, blocks)));
   return {static_cast<int>(blocks), static_cast<int>(section)};
