@@ -52,9 +52,9 @@ struct Backward : PingPong {
   static constexpr int kPanels = panels(kHeadDim), kValuePanels = panels(kHeadDimV),
                        kScorePanels = kQueries / kPanelColumns;
   static constexpr int kColumnTiles = kHeadDim / 8, kDqTiles = Layout::kQueryColumnTiles;
-  // Least number of heads in a section where tiles do not shrink or gradients are deterministic (tile_order.cuh). Thread
-  // blocks that process the same head at the same time reuse its data in L2 when long sequences do not fit the cache;
-  // with too few heads in a section, long tiles come last.
+  // Least number of heads in a section where tiles do not shrink or gradients are deterministic (tile_order.cuh).
+  // Thread blocks that process the same head at the same time reuse its data in L2 when long sequences do not fit the
+  // cache; with too few heads in a section, long tiles come last.
   static constexpr int kSectionHeads = 16;
   static_assert(Layout::kHeadDim >= kHeadDim && Layout::kQueries == kQueries);
   static constexpr int kBiasStages = Gradients::kHasBias ? kStages : 0;
