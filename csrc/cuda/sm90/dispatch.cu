@@ -1,11 +1,23 @@
 // The backend "cuda-sm90": Hopper kernels for 16-bit types; calls that have none run the sm80/ kernels whose rows are
 // for every GPU.
+#include "../common/tile_order.cuh"
 #include "../dispatch.cuh"
 #include "../sm80/kernels.h"
 #include "kernels.h"
 
 namespace flashattn_ext {
 namespace {
+
+// Whether the query heads of a group add up their dk and dv (QueryHeads in backward_heads.cuh), in any order. With a
+// right bound key tiles have walks of different lengths: thread blocks that walk over whole groups soon read different
+// query heads, more than the L2 cache holds. Otherwise the sums cost more than they gain, unless whole groups have too
+// few key tiles for all multiprocessors.
+bool adds_over_groups(const AttnGradParams& p) {
+  constexpr int64_t kKeys = 128, kLeastBounded = 4;
+  if (p.deterministic || p.heads_q <= p.heads_k) return false;
+  if (p.window_right != kUnbounded && p.group_size() >= kLeastBounded) return true;
+  return tile_count(p.seqlen_k, kKeys) * p.batch * p.heads_k < multiprocessors();
+}
 
 struct Sm90 {
   static constexpr const char *kName = "cuda-sm90", *kGpus = "Hopper";
@@ -28,8 +40,12 @@ struct Sm90 {
   static const decode::FewRowsKernel* few_rows_backward(const KernelCall& call) {
     return RowKernels<sm90::ResidentRows>::first(call, true);
   }
-  static const BackwardKernel* heads_backward(const KernelCall& call) {
-    return RowKernels<sm90::HeadRows>::first(call, true);
+  static const BackwardKernel* special_backward(const AttnGradParams& p, const KernelCall& call) {
+    const BackwardKernel* const heads = RowKernels<sm90::HeadRows>::first(call, true);
+    if (heads && heads->serves(p)) return heads;
+    KernelCall grouped = call;
+    grouped.options = call.options | kGroups;
+    return adds_over_groups(p) ? RowKernels<sm90::BackwardRows>::first(grouped, true) : nullptr;
   }
   static const BackwardKernel* backward(const KernelCall& call) {
     const BackwardKernel* const own = RowKernels<sm90::BackwardRows>::first(call, true);
