@@ -8,15 +8,19 @@
 namespace flashattn_ext {
 namespace {
 
-// Whether the query heads of a group add up their dk and dv (QueryHeads in backward_heads.cuh), in any order. With a
-// right bound key tiles have walks of different lengths: thread blocks that walk over whole groups soon read different
-// query heads, more than the L2 cache holds. Otherwise the sums cost more than they gain, unless whole groups have too
-// few key tiles for all multiprocessors.
+// Whether the query heads of a group add up their dk and dv (QueryHeads in backward_heads.cuh), in any order, instead
+// of sharing a walk. Three quarters of the multiprocessors are to have work in every round; causal walks, of which the
+// longest takes twice as long as the mean, need two rounds. Besides, walks over whole groups have different lengths
+// with a right bound: then thread blocks soon read different query heads, more than the L2 cache holds. In other calls
+// the sums would cost more than they gain.
 bool adds_over_groups(const AttnGradParams& p) {
-  constexpr int64_t kKeys = 128, kLeastBounded = 4;
+  constexpr int64_t kKeys = 128, kLeastGroup = 4;
   if (p.deterministic || p.heads_q <= p.heads_k) return false;
-  if (p.window_right != kUnbounded && p.group_size() >= kLeastBounded) return true;
-  return tile_count(p.seqlen_k, kKeys) * p.batch * p.heads_k < multiprocessors();
+  const int64_t tiles = tile_count(p.seqlen_k, kKeys) * p.batch * p.heads_k, at_once = multiprocessors();
+  const int64_t rounds = (tiles + at_once - 1) / at_once;
+  const bool bounded = p.window_right != kUnbounded;
+  if (4 * tiles < 3 * rounds * at_once || (bounded && tiles < 2 * at_once)) return true;
+  return bounded && p.group_size() >= kLeastGroup;
 }
 
 struct Sm90 {

@@ -96,7 +96,8 @@ struct KernelCall {
 template <class Row>
 constexpr bool serves(const Row& row, const KernelCall& call) {
   return (row.types & call.type) && call.head_dim <= row.head_dims.qk && call.head_dim_v <= row.head_dims.v &&
-         includes(row.options, call.options) && includes(call.options, static_cast<Options>(row.options & (kFp8 | kGroups)));
+         includes(row.options, call.options) &&
+         includes(call.options, static_cast<Options>(row.options & (kFp8 | kGroups)));
 }
 
 // The first row that serves the call; nullptr: no row does.
