@@ -66,14 +66,13 @@ inline TileOrder forward_order(const AttnParams& p, int64_t blocks, int64_t elem
   return {static_cast<int>(blocks), section_heads(p, p.batch * p.heads_q, head_bytes, at_least)};
 }
 
-// The order of a backward call, whose queries, output gradients and sums of dq are to stay in the cache. heads: walks
-// of a key tile, each over as many query heads, in all batch entries. at_once: how many key tiles are computed at a
-// time. In a deterministic call key tiles of a head add to dq one after the other: tiles that start at the same time
-// belong to different heads, otherwise all but the first would wait.
-inline TileOrder backward_order(const AttnGradParams& p, int64_t heads, int64_t blocks, int64_t element_bytes,
-                                int64_t at_once, int64_t at_least = 1) {
+// The order of a backward call, whose queries, output gradients and sums of dq are to stay in the cache. at_once: how
+// many key tiles are computed at a time. In a deterministic call key tiles of a head add to dq one after the other:
+// tiles that start at the same time belong to different heads, otherwise all but the first would wait.
+inline TileOrder backward_order(const AttnGradParams& p, int64_t blocks, int64_t element_bytes, int64_t at_once,
+                                int64_t at_least = 1) {
   const int64_t row_bytes = p.head_dim * (element_bytes + 4) + p.head_dim_v * element_bytes;
-  const int64_t head_bytes = p.seqlen_q * row_bytes * (p.batch * p.heads_q / heads);
+  const int64_t head_bytes = p.seqlen_q * row_bytes * p.group_size(), heads = p.batch * p.heads_k;
   int64_t section = section_heads(p, heads, head_bytes, at_least);
   if (p.deterministic) section = std::max(section, std::min(heads, tile_count(at_once, blocks)));
   return {static_cast<int>(blocks), static_cast<int>(section)};

@@ -200,7 +200,7 @@ void launch_main(const AttnGradParams& p, const WorkspaceOf<T, kHeadDim, kOption
   const int64_t blocks = tile_count(p.seqlen_k, Kernel::kKeys);
   launch(backward_kernel<T, kHeadDim, kOptions, kLarge>, "backward", p, blocks * p.batch * p.heads_k * Kernel::kSplits,
          Kernel::kThreads, Kernel::kSharedBytes, workspace,
-         backward_order(p, p.batch * p.heads_k, blocks, sizeof(T), multiprocessors() / Kernel::kSplits));
+         backward_order(p, blocks, sizeof(T), multiprocessors() / Kernel::kSplits));
 }
 
 template <class T, int kHeadDim, Options kOptions, bool kLarge>

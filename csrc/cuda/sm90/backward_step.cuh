@@ -214,8 +214,9 @@ __device__ __forceinline__ void load_or_inspect(typename Kernel::Shared& shared,
 template <class Kernel, class Entry, class Params>
 void launch_backward_main(Entry kernel, const char* name, const Params& p,
                           const typename Kernel::Workspace& workspace) {
-  const int64_t blocks = tile_count(p.seqlen_k, Kernel::kKeys), heads = p.batch * Kernel::Heads::count(p),
-                all = blocks * heads;
+  Params walks = p;  // for the order of tiles each walk has a KV head of its own
+  walks.heads_k = Kernel::Heads::count(p);
+  const int64_t blocks = tile_count(p.seqlen_k, Kernel::kKeys), all = blocks * p.batch * walks.heads_k;
   if (all == 0) return;
   typename Kernel::Maps maps;
   constexpr int kBlockKeys = Kernel::kKeys / (Kernel::kSharesKeys ? 2 : 1);
@@ -224,7 +225,7 @@ void launch_backward_main(Entry kernel, const char* name, const Params& p,
       key_map(p, p.v, p.head_dim_v, kBlockKeys), query_map(p, p.dout, p.head_dim_v, Kernel::kQueries)};
   Kernel::Gradients::set_more_maps(p, &maps, Kernel::kQueries, Kernel::kKeys);
   const int64_t at_once = multiprocessors() / Kernel::kBlocks, teams = std::min(all, at_once);
-  const TileGrid grid{backward_order(p, heads, blocks, 2, at_once, Kernel::kSectionHeads), static_cast<int>(all),
+  const TileGrid grid{backward_order(walks, blocks, 2, at_once, Kernel::kSectionHeads), static_cast<int>(all),
                       workspace.key_tiles_taken};
   launch_early(kernel, name, p, row_of_blocks(teams * Kernel::kBlocks, name, p), Kernel::kThreads,
                static_cast<int>(sizeof(typename Kernel::Shared)), p, workspace, maps, grid);
