@@ -71,6 +71,7 @@ ARRAYS = {
 # Rows share a source with the rows whose options have the same suffix.
 SUFFIXES = {
     "kPlain": "",
+    "kGroups": "",
     "kDropout": "",
     "kIntervals": "_masks",
     "kGeneral": "_general",

@@ -90,8 +90,8 @@ inline KernelCall backward_call(const AttnParams& p, Options options) {
 }
 
 // Architecture: kName of the backend; kGpus, its GPUs in words; refuses_device(), empty on a GPU that can run the
-// kernels; forward(call), packed(call), backward(call), heads_backward(call), few_rows_backward(call),
-// jvp(call) and second(call), the kernels of a call or nullptr.
+// kernels; forward(call), packed(call), backward(call), few_rows_backward(call), jvp(call) and second(call), the
+// kernels of a call or nullptr; special_backward(p, call), the kernel that comes before backward(call), or nullptr.
 template <class Architecture>
 class Dispatch {
  public:
@@ -221,8 +221,8 @@ class Dispatch {
   static const ForwardKernel& forward_of(const AttnParams& p) { return found(Architecture::forward(forward_call(p))); }
   static const BackwardKernel& backward_of(const AttnGradParams& p) {
     const KernelCall call = backward_call(p, options_of(p));
-    const BackwardKernel* const heads = Architecture::heads_backward(call);
-    return heads && heads->serves(p) ? *heads : found(Architecture::backward(call));
+    const BackwardKernel* const special = Architecture::special_backward(p, call);
+    return special ? *special : found(Architecture::backward(call));
   }
   template <class Kernel>
   static const Kernel& found(const Kernel* kernel) {

@@ -85,6 +85,10 @@ int main() {
             if (on_hopper.empty()) on_hopper = first<sm80::BackwardRows>("kSm80Backward", call, true);
             std::printf("run %s\nrun %s\n", first<sm80::BackwardRows>("kSm80Backward", call, false).c_str(), on_hopper.c_str());
             std::printf("hopper %s\n", on_hopper.c_str());
+            if (options == kPlain) {
+              const std::string groups = first<sm90::BackwardRows>("kSm90Backward", {type, qk, v, kGroups}, true);
+              if (!groups.empty()) std::printf("run %s\n", groups.c_str());  // where query heads of a group add up
+            }
             const std::string heads = first<sm90::HeadRows>("kSm90Heads", call, true);
             if (!heads.empty()) std::printf("run %s\n", heads.c_str());  // others, and calls of few or long sequences, run the row above
             const std::string resident = first<sm90::ResidentRows>("kSm90Resident", call, true);
@@ -302,7 +306,8 @@ def test_a_measurement_compiles_what_it_calls(tmp_path: Path) -> None:
     assert [path.stem for path in found if path.parent == tmp_path] == ["left_out", *sorted(only)]
     stubs = (tmp_path / "left_out.cu").read_text().count("template <>")
     functions = sum(text.count("template ") for text in sources.cuda_instances(sm90=True).values())
-    assert stubs == functions - 9  # the three of forward and backward with and without dropout, and J and two of H
+    # the three of forward and backward with and without dropout, two of backward with groups, J and two of H
+    assert stubs == functions - 11
     assert "sm90_forward_fp16_192x128" in sources.plain_sources("sm90", "fp16")
 
 

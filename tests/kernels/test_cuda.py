@@ -347,6 +347,48 @@ def test_blocks_of_whole_heads(head_dim: int) -> None:
     torch.testing.assert_close(dq(8), many[:8], atol=2e-2, rtol=2e-2)
 
 
+GROUPS = {
+    "causal": dict(Sq=400, Sk=400, Hq=32, Hk=8, causal=True, use_lse=True),
+    "window": dict(Sq=300, Sk=700, Hq=16, Hk=4, window_size=(100, 0), views=("packed", "transposed", "offset")),
+    "bounded on the right": dict(Sq=260, Sk=260, Hq=64, Hk=8, window_size=(-1, 100), sink_dtype=torch.float32),
+    "full": dict(Sq=150, Sk=401, Hq=6, Hk=3, views=("expanded", "offset", "padded")),
+    "one KV head": dict(Sq=513, Sk=130, Hq=16, Hk=1, causal=True),
+    "packed": dict(
+        lengths_q=(150, 1, 0, 260), lengths_k=(170, 33, 20, 0), Hq=8, Hk=2, window_size=(100, 40), use_lse=True
+    ),
+    "packed causal": dict(lengths_q=(7, 300, 129), lengths_k=(7, 300, 257), Hq=8, Hk=1, causal=True),
+}
+
+
+@pytest.mark.parametrize("D,Dv", [(64, 64), (40, 24), (80, 72), (96, 90), (128, 128), (99, 128)])
+@pytest.mark.parametrize("options", GROUPS.values(), ids=GROUPS.keys())
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+def test_gradients_of_groups(dtype: torch.dtype, options: dict, D: int, Dv: int) -> None:
+    """On Hopper the query heads of a group add up dk and dv in memory."""
+    check(Case(dtype=dtype, D=D, Dv=Dv, **options), "cuda")
+
+
+@pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0 and a build for 9.0a")
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(("Hq", "Hk", "causal", "adds"), [(8, 1, True, True), (2, 1, False, True), (1, 1, True, False)])
+def test_groups_add_up_in_the_workspace(Hq: int, Hk: int, causal: bool, adds: bool, head_dim: int) -> None:
+    """In fp32, if the call has groups and is not deterministic."""
+    S = 2048
+    q = torch.randn(1, S, Hq, head_dim, device="cuda", dtype=torch.bfloat16)
+    k, v = torch.randn(2, 1, S, Hk, head_dim, device="cuda", dtype=torch.bfloat16)
+    out, lse = flashattn_ext.forward(q, k, v, causal=causal, return_lse=True)
+
+    def peak(deterministic: bool) -> int:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        flashattn_ext.backward(q, q, k, v, out, lse, causal=causal, deterministic=deterministic)
+        return torch.cuda.max_memory_allocated() - before
+
+    sums = 4 * (k.numel() + v.numel())
+    assert (peak(False) - peak(True) > sums // 2) == adds
+
+
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 144, 256, 512])
 @pytest.mark.parametrize("hint", [1, 130, 300])
 def test_deterministic_gradients_of_sequences_longer_than_the_hint(head_dim: int, hint: int) -> None:

@@ -64,6 +64,38 @@ struct BackwardWorkspace {
     gradient_scale = score.softmax_scale * keep_scale;
     rows = p.is_varlen() ? p.total_q : p.batch * p.seqlen_q;
   }
+
+  // Another buffer that the main stage adds to, behind the last one.
+  void* take_zeroed(const AttnGradParams& p, int64_t size) {
+    void* const piece = static_cast<char*>(p.workspace) + bytes;
+    size = (size + 63) / 64 * 64;
+    zeroed_bytes += size;
+    bytes += size;
+    return piece;
+  }
+};
+
+// The additional buffers of calls in which the query heads of a group add up dk and dv: tiles as those of dq.
+struct GroupedWorkspace : BackwardWorkspace {
+  float *dk, *dv;  // [Hk][key_tiles][tile_floats]
+  int64_t key_tiles;
+  int dense_key_tiles;  // of a sequence of a dense call
+
+  GroupedWorkspace(const AttnGradParams& p, const BackwardWorkspace& base) : BackwardWorkspace(base) {
+    dense_key_tiles = static_cast<int>((p.seqlen_k + tile_rows - 1) / tile_rows);
+    key_tiles = p.is_varlen() ? p.total_k / tile_rows + p.batch : p.batch * dense_key_tiles;
+    const int64_t size = p.heads_k * key_tiles * tile_floats * static_cast<int64_t>(sizeof(float));
+    dk = static_cast<float*>(take_zeroed(p, size));
+    dv = static_cast<float*>(take_zeroed(p, size));
+  }
+  static GroupedWorkspace complete(const AttnGradParams& p, const BackwardWorkspace& base, int, int) {
+    return {p, base};
+  }
+
+  // The first tile of a sequence, counted within a KV head. key_start: its first packed row.
+  __device__ int first_key_tile(const AttnParams& p, int b, int key_start) const {
+    return p.is_varlen() ? key_start / static_cast<int>(tile_rows) + b : b * dense_key_tiles;
+  }
 };
 
 // The additional buffers of calls with softcap or biases.
@@ -104,15 +136,6 @@ struct GeneralWorkspace : BackwardWorkspace {
   __device__ int64_t first_key_tile(const AttnParams& p, int64_t b, const Sequence& keys) const {
     // A 64-bit division would be a function call, across which ptxas serialises wgmma.
     return p.is_varlen() ? static_cast<int>(keys.start) / key_tile_rows + b : b * dense_key_tiles;
-  }
-
- private:
-  void* take_zeroed(const AttnGradParams& p, int64_t size) {
-    void* const piece = static_cast<char*>(p.workspace) + bytes;
-    size = (size + 63) / 64 * 64;
-    zeroed_bytes += size;
-    bytes += size;
-    return piece;
   }
 };
 

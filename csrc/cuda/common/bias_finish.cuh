@@ -88,6 +88,7 @@ __global__ void __launch_bounds__(kBiasFinishThreads)
 }
 
 inline void finish_biases(const AttnGradParams&, const BackwardWorkspace&) {}  // the call has no biases
+inline void finish_biases(const AttnGradParams&, const GroupedWorkspace&) {}
 template <class Workspace>
 void finish_biases(const AttnGradParams& p, const Workspace& workspace) {
   if (!workspace.sums) return;

@@ -15,6 +15,7 @@ enum Options : unsigned {
   kBias = 8,       // a bias of any shape in the inputs' 16 bits, whose tiles TMA can copy
   kRare = 16,      // any other bias, gradients of biases that few kernels can form, an origin that places rows
   kGeneral = 31,   // all of them
+  kGroups = 64,    // of a backward: the query heads of a group add up their dk and dv. Kernels run these calls alone
   kFp8 = 32,  // inputs that were fp8: descales, and an out of another dtype. Kernels run either these calls or others
   kFp8Scores = 36,   // softcap as well
   kFp8General = 54,  // every option that calls in fp8 may have: softcap, a Mask, an origin that places rows

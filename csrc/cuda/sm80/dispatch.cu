@@ -17,7 +17,7 @@ struct Sm80 {
   }
   static const decode::PackedKernel* packed(const KernelCall&) { return nullptr; }
   static const decode::FewRowsKernel* few_rows_backward(const KernelCall&) { return nullptr; }
-  static const BackwardKernel* heads_backward(const KernelCall&) { return nullptr; }
+  static const BackwardKernel* special_backward(const AttnGradParams&, const KernelCall&) { return nullptr; }
   static const BackwardKernel* backward(const KernelCall& call) {
     return RowKernels<sm80::BackwardRows>::first(call, false);
   }

@@ -24,8 +24,9 @@ struct Backward : PingPong {
   using Policies = BackwardPolicies<kOptions>;
   using Visibility = typename Policies::Visibility;
   using Dropping = typename Policies::Dropping;
+  using Heads = typename Policies::Heads;
   using Work = typename Visibility::Work;
-  using Walk = QueryWalk<true, Visibility>;
+  using Walk = QueryWalk<true, Visibility, Heads>;
   static constexpr BackwardTile kTile = tile_of<kernel_table::kSm90Backward, T, kHeadDim, kOptions, kHeadDimV>();
   using Scores = PackedScores<T, kTile.queries, Dropping::kDrops>;
   using Gradients = typename Policies::template Gradients<T, Scores>;
@@ -91,7 +92,7 @@ struct Backward : PingPong {
   static_assert(sizeof(Shared) <= kSharedLimit);
   static_assert(!kDoutApart || !kMasks);  // the inspector warps expect dout in the stages of queries
   static_assert(kStages >= 2);            // the next scores are computed before these queries are released
-  static_assert(!kApart || (kOptions == kPlain && !kDoutApart && kDqTiles == 8));
+  static_assert(!kApart || (includes(kGroups, kOptions) && !kDoutApart && kDqTiles == 8));
 
   static __device__ void init(Shared& shared, const AttnGradParams& p) {
     if (Dropping::kDrops) shared.philox = Dropping::key(p);
@@ -180,9 +181,7 @@ struct Backward : PingPong {
           walk_queries(work);
         }
       }
-      const int key = work.key0 + warp_key;
-      store_keys<T>(p.dk, work, key, dk, workspace.gradient_scale, p.head_dim);
-      store_keys<T>(p.dv, work, key, dv, workspace.keep_scale, p.head_dim_v);
+      Heads::finish_tile(*this, work);
       ptx::barrier_arrive(&shared.work_empty[works.stage]);
     }
   }
@@ -199,7 +198,7 @@ struct Backward : PingPong {
         Visibility::unmasked(work, group, [&] { return Gradients::unmasked(p, work, work.key0 + group * 64); });
     unmasked = uniform(unmasked);
     const Limits whole = Visibility::whole(p, work);
-    Walk now(p, work, static_cast<int>(p.group_size()));
+    Walk now(p, work, Heads::in_walk(p));
     float scores[kQueries / 8][4], dq[kDqTiles][4];
     Visibility::await(shared.k_full, shared.keys_inspected, keys);
     clear_tail_of_keys(work);
@@ -277,7 +276,7 @@ struct Backward : PingPong {
     clear_tail_of_keys(work);
     ptx::barrier_wait(&shared.v_full[keys.stage], keys.parity);
     bool has_dq = false;  // a part of dq is written, and the adder not yet signalled
-    for (Walk now(p, work, static_cast<int>(p.group_size())); now.left > 0; now.advance()) {
+    for (Walk now(p, work, Heads::in_walk(p)); now.left > 0; now.advance()) {
       const int stage = queries.stage;
       compute_weights(work, now, unmasked, has_dq);
       typename Scores::Packed packed;
@@ -489,6 +488,7 @@ void backward(const AttnGradParams& p) {
     launch_backward_main<Kernel>(backward_kernel<Kernel>, "sm90 backward", p, workspace);
   }
   launch_finish<typename Kernel::Layout>(p, workspace);
+  Kernel::Heads::template finish<typename Kernel::Layout>(p, workspace);
   finish_biases(p, workspace);
 }
 

@@ -21,7 +21,7 @@ class ApartWalk : KeyGradientTurns<Kernel> {
   __device__ __forceinline__ ApartWalk(Kernel& kernel, const BackwardWork& work)
       : Turns(kernel),
         work(work),
-        now(kernel.p, work, static_cast<int>(kernel.p.group_size())),
+        now(kernel.p, work, Kernel::Heads::in_walk(kernel.p)),
         unmasked(this->unmasked_queries(work)) {}
 
   __device__ __forceinline__ void run() {
@@ -142,7 +142,7 @@ struct QueryGradients {
 
   __device__ __forceinline__ void compute_tiles() {
     for_each_work(shared, works, [&](const BackwardWork& work) {
-      const int steps = uniform(work.tiles) * static_cast<int>(p.group_size());
+      const int steps = uniform(work.tiles) * Kernel::Heads::in_walk(p);
       if (steps > 0) compute_tile(steps);
       ptx::barrier_arrive(&shared.work_empty[works.stage]);
     });

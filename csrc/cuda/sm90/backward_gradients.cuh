@@ -76,6 +76,12 @@ struct PlainGradients : UnbiasedGradients<Scores> {
   }
 };
 
+// The same where the query heads of a group add up dk and dv (QueryHeads).
+template <class Scores>
+struct GroupedGradients : PlainGradients<Scores> {
+  using Workspace = GroupedWorkspace;
+};
+
 // Softcap, ALiBi or a relative bias: there are no loads for single scores. Calls with an origin never have this policy
 // (options.h), so the mask is the unplaced one.
 template <class T, class Scores>

@@ -4,12 +4,14 @@
 
 #include "backward_dropout.cuh"
 #include "backward_gradients.cuh"
+#include "backward_heads.cuh"
 #include "backward_visibility.cuh"
 
 namespace flashattn_ext::sm90 {
 
 struct PlainBackwardPolicies {
   using Visibility = ArithmeticQueries;
+  using Heads = WholeGroups;
   template <class T, class Scores>
   using Gradients = PlainGradients<Scores>;
   using Dropping = NoBackwardDropout;
@@ -19,6 +21,12 @@ template <Options kOptions>
 struct BackwardPolicies;
 template <>
 struct BackwardPolicies<kPlain> : PlainBackwardPolicies {};
+template <>
+struct BackwardPolicies<kGroups> : PlainBackwardPolicies {
+  using Heads = QueryHeads;
+  template <class T, class Scores>
+  using Gradients = GroupedGradients<Scores>;
+};
 template <>
 struct BackwardPolicies<kDropout> : PlainBackwardPolicies {
   using Dropping = CounterBackwardDropout;

@@ -1,5 +1,5 @@
-// Common parts of the two backward kernels for Hopper (backward.cuh, backward_wide.cuh): the producer warp, the
-// epilogue that writes dk and dv, and the launch.
+// Common parts of the two backward kernels for Hopper (backward.cuh, backward_wide.cuh): the producer warp and the
+// launch.
 #pragma once
 
 #include "../../bias.h"
@@ -10,10 +10,10 @@
 #include "../common/maybe_array.cuh"
 #include "../common/ring.cuh"
 #include "../common/scores.cuh"
-#include "../common/store_row.cuh"
 #include "../common/tensor_map.h"
 #include "../common/tile_order.cuh"
 #include "../ptx/grid.cuh"
+#include "backward_heads.cuh"
 #include "backward_visibility.cuh"
 #include "backward_work.cuh"
 #include "named_barriers.h"
@@ -55,7 +55,7 @@ struct BackwardLoader {
   int query_start = 0;
 
   __device__ void load_tiles(const TileGrid& grid) {
-    const int heads = static_cast<int>(p.heads_k), all_heads = heads * static_cast<int>(p.batch);
+    const int heads = static_cast<int>(Kernel::Heads::count(p)), all_heads = heads * static_cast<int>(p.batch);
     // A thread block takes its next tile after it has loaded the one before. In a deterministic call thread blocks then
     // keep, through all tiles, the distances between each other at which they settled in the first ones.
     for (int tile = blockIdx.x / Kernel::kBlocks; tile < grid.tiles; tile = next_tile(grid)) {
@@ -101,10 +101,11 @@ struct BackwardLoader {
     return half_of_pair<Kernel::kPaired && !Kernel::kSharesKeys>() * Kernel::kColumns;
   }
 
-  __device__ BackwardWork start_head(int b, int hk) {
+  __device__ BackwardWork start_head(int b, int head) {
     const Sequence queries = query_sequence(p, b), keys = key_sequence(p, b);
     query_start = static_cast<int>(queries.start);
-    BackwardWork work{b, hk};
+    BackwardWork work{b};
+    Kernel::Heads::describe(p, head, &work);
     work.key_start = static_cast<int>(keys.start);
     work.length_q = static_cast<int>(queries.length);
     work.length_k = static_cast<int>(keys.length);
@@ -142,7 +143,7 @@ struct BackwardLoader {
   }
 
   __device__ void load_tile(const BackwardWork& work) {
-    const int batch = p.is_varlen() ? 0 : work.b, group = static_cast<int>(p.group_size());
+    const int batch = p.is_varlen() ? 0 : work.b, heads = Kernel::Heads::in_walk(p);
     const int half = half_of_pair<Kernel::kSharesKeys>(), key = work.key_start + work.key0 + half * 64;
     ptx::barrier_wait(&shared.keys_empty[keys.stage], keys.parity ^ 1);
     if (lane() == 0) {
@@ -155,7 +156,7 @@ struct BackwardLoader {
       Kernel::Gradients::load_keys(shared, keys.stage, maps, key, work.hk, batch);
     }
     keys.advance();
-    for (Walk now(p, work, group); now.left > 0; now.advance()) load_queries(work, now, batch);
+    for (Walk now(p, work, heads); now.left > 0; now.advance()) load_queries(work, now, batch);
   }
 
   // Rows after the last of the sequence get an lse of +inf, which makes their weights 0 for any score.
@@ -207,26 +208,15 @@ __device__ __forceinline__ void load_or_inspect(typename Kernel::Shared& shared,
   }
 }
 
-// Writes this warp's 16 rows of dk or dv, times a factor. key: the first row, in the sequence; column: the first
-// column.
-template <class T, int N>
-__device__ __forceinline__ void store_keys(const TensorView& to, const BackwardWork& work, int key,
-                                           const float (&sum)[N][4], float factor, int64_t columns, int column = 0) {
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const int row = key + ptx::opaque(threadIdx.x) % 32 / 4 + 8 * r;  // recomputed rather than kept in a register
-    store_row(row_pointer<T>(to, work.b, work.hk, int64_t{work.key_start} + row) + column, sum, r, factor, false,
-              row < work.length_k, static_cast<int>(columns) - column);
-  }
-}
-
 // --- on the host --------------------------------------------------------------------------------------------------
 
 // name: of the kernel, in errors.
 template <class Kernel, class Entry, class Params>
 void launch_backward_main(Entry kernel, const char* name, const Params& p,
                           const typename Kernel::Workspace& workspace) {
-  const int64_t blocks = tile_count(p.seqlen_k, Kernel::kKeys), all = blocks * p.batch * p.heads_k;
+  Params walks = p;  // for the order of tiles each walk has a KV head of its own
+  walks.heads_k = Kernel::Heads::count(p);
+  const int64_t blocks = tile_count(p.seqlen_k, Kernel::kKeys), all = blocks * p.batch * walks.heads_k;
   if (all == 0) return;
   typename Kernel::Maps maps;
   constexpr int kBlockKeys = Kernel::kKeys / (Kernel::kSharesKeys ? 2 : 1);
@@ -235,7 +225,7 @@ void launch_backward_main(Entry kernel, const char* name, const Params& p,
       key_map(p, p.v, p.head_dim_v, kBlockKeys), query_map(p, p.dout, p.head_dim_v, Kernel::kQueries)};
   Kernel::Gradients::set_more_maps(p, &maps, Kernel::kQueries, Kernel::kKeys);
   const int64_t at_once = multiprocessors() / Kernel::kBlocks, teams = std::min(all, at_once);
-  const TileGrid grid{backward_order(p, blocks, 2, at_once, Kernel::kSectionHeads), static_cast<int>(all),
+  const TileGrid grid{backward_order(walks, blocks, 2, at_once, Kernel::kSectionHeads), static_cast<int>(all),
                       workspace.key_tiles_taken};
   launch_early(kernel, name, p, row_of_blocks(teams * Kernel::kBlocks, name, p), Kernel::kThreads,
                static_cast<int>(sizeof(typename Kernel::Shared)), p, workspace, maps, grid);

@@ -14,6 +14,7 @@ struct WideBackward {
   using Visibility = typename BackwardPolicies<kOptions>::Visibility;
   using Dropping = typename BackwardPolicies<kOptions>::Dropping;
   using Work = typename Visibility::Work;
+  using Heads = WholeGroups;
   using Walk = QueryWalk<false, Visibility>;
   static constexpr bool kMasks = Visibility::kHasIntervals;
   using Layout = DqLayout<T, kHeadDim, true>;

@@ -78,7 +78,7 @@ struct alignas(16) BackwardWork {
   int key_start, length_q, length_k;  // of the sequence; key_start in the rows of its batch entry
   int dq_tile;                        // first tile of the sequence in the workspace's dq
   int descends;  // in a deterministic call with a Mask: whether the key tiles of the head add in descending order
-  int unused;
+  int hq;        // with QueryHeads the query head of the walk (backward_heads.cuh)
 
   __device__ __forceinline__ bool exists() const { return key0 < length_k; }
   __device__ __forceinline__ Mask32 mask(const AttnParams& p) const { return Mask32(p, length_q, length_k); }
@@ -122,13 +122,14 @@ __device__ __forceinline__ void for_each_work(Shared& shared, Position& works, c
 }
 
 struct ArithmeticQueries;  // backward_visibility.cuh
+struct WholeGroups;        // backward_heads.cuh
 
-// The loop over the query tiles of a key tile: all tiles of one head, then all tiles of the group's next head.
+// The loop over the query tiles of a key tile: all tiles of one head, then all tiles of the next head of the walk.
 // kMayDescend: in a deterministic call the tiles of a head come in descending order, unless the key tiles do. Key tiles
 // add to a query tile in ascending order, and all causal key tiles of a head see its last query tiles. Thread blocks
 // that start at those tiles at the same time follow each other closely. A thread block that started at the diagonal
 // would wait there for all earlier key tiles, which start at earlier queries.
-template <bool kMayDescend, class Visibility = ArithmeticQueries>
+template <bool kMayDescend, class Visibility = ArithmeticQueries, class Heads = WholeGroups>
 struct QueryWalk {
   const AttnGradParams& p;
   int h, m;         // current query head, current tile in its sequence
@@ -136,7 +137,7 @@ struct QueryWalk {
   int left;         // steps left, including this one
 
   __device__ __forceinline__ QueryWalk(const AttnGradParams& p, const BackwardWork& work, int heads)
-      : p(p), h(uniform(work.hk) * heads) {
+      : p(p), h(Heads::first(work, heads)) {
     const int first = uniform(work.first), tiles = uniform(work.tiles);
     const bool descending = kMayDescend && ptx::opaque(p.deterministic) != 0 && !Visibility::key_tiles_descend(work);
     start = descending ? first + tiles - 1 : first;

@@ -1,11 +1,27 @@
 // The backend "cuda-sm90": Hopper kernels for 16-bit types; calls that have none run the sm80/ kernels whose rows are
 // for every GPU.
+#include "../common/tile_order.cuh"
 #include "../dispatch.cuh"
 #include "../sm80/kernels.h"
 #include "kernels.h"
 
 namespace flashattn_ext {
 namespace {
+
+// Whether the query heads of a group add up their dk and dv (QueryHeads in backward_heads.cuh), in any order, instead
+// of sharing a walk. Three quarters of the multiprocessors are to have work in every round; causal walks, of which the
+// longest takes twice as long as the mean, need two rounds. Besides, walks over whole groups have different lengths
+// with a right bound: then thread blocks soon read different query heads, more than the L2 cache holds. In other calls
+// the sums would cost more than they gain.
+bool adds_over_groups(const AttnGradParams& p) {
+  constexpr int64_t kKeys = 128, kLeastGroup = 4;
+  if (p.deterministic || p.heads_q <= p.heads_k) return false;
+  const int64_t tiles = tile_count(p.seqlen_k, kKeys) * p.batch * p.heads_k, at_once = multiprocessors();
+  const int64_t rounds = (tiles + at_once - 1) / at_once;
+  const bool bounded = p.window_right != kUnbounded;
+  if (4 * tiles < 3 * rounds * at_once || (bounded && tiles < 2 * at_once)) return true;
+  return bounded && p.group_size() >= kLeastGroup;
+}
 
 struct Sm90 {
   static constexpr const char *kName = "cuda-sm90", *kGpus = "Hopper";
@@ -28,8 +44,12 @@ struct Sm90 {
   static const decode::FewRowsKernel* few_rows_backward(const KernelCall& call) {
     return RowKernels<sm90::ResidentRows>::first(call, true);
   }
-  static const BackwardKernel* heads_backward(const KernelCall& call) {
-    return RowKernels<sm90::HeadRows>::first(call, true);
+  static const BackwardKernel* special_backward(const AttnGradParams& p, const KernelCall& call) {
+    const BackwardKernel* const heads = RowKernels<sm90::HeadRows>::first(call, true);
+    if (heads && heads->serves(p)) return heads;
+    KernelCall grouped = call;
+    grouped.options = call.options | kGroups;
+    return adds_over_groups(p) ? RowKernels<sm90::BackwardRows>::first(grouped, true) : nullptr;
   }
   static const BackwardKernel* backward(const KernelCall& call) {
     const BackwardKernel* const own = RowKernels<sm90::BackwardRows>::first(call, true);

@@ -71,7 +71,7 @@ struct DqAdder {
       pass(work, nullptr, 1);
     }
     bool may_add = false;  // whether the order is known to have come to this step
-    for (Walk now(p, work, static_cast<int>(p.group_size())); now.left > 0; now.advance(), ++step) {
+    for (Walk now(p, work, Kernel::Heads::in_walk(p)); now.left > 0; now.advance(), ++step) {
       if (p.deterministic && leads()) await_earlier_keys(work, now, may_add);
       __syncwarp();
       pass(work, &now, 0);

@@ -20,6 +20,7 @@ struct Second : SecondConsumer<Second<T, kHeadDim, kOptions, kHeadDimV, Tangents
   using Moves = TangentsGiven;
   using Visibility = ArithmeticQueries;
   using Work = BackwardWork;
+  using Heads = WholeGroups;
   using Walk = QueryWalk<true>;
   using Gradients = SecondGradients<Moves>;
   using Dropping = NoBackwardDropout;

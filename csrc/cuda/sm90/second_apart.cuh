@@ -40,6 +40,7 @@ struct SecondApart : PingPong, SecondConsumer<SecondApart<T, kHeadDim, kOptions,
   using Moves = TangentsGiven;
   using Visibility = ArithmeticQueries;
   using Work = BackwardWork;
+  using Heads = WholeGroups;
   using Walk = QueryWalk<true>;
   using Gradients = SecondGradients<Moves>;
   using Dropping = NoBackwardDropout;

@@ -91,11 +91,13 @@ struct KernelCall {
   bool is_invariant = false;
 };
 
-// A kernel runs the calls that use no other options than its policies support; a kernel for fp8 runs only fp8 calls.
+// A kernel runs the calls that use no other options than its policies support; a kernel for fp8 or for groups runs
+// those calls alone.
 template <class Row>
 constexpr bool serves(const Row& row, const KernelCall& call) {
   return (row.types & call.type) && call.head_dim <= row.head_dims.qk && call.head_dim_v <= row.head_dims.v &&
-         includes(row.options, call.options) && includes(call.options, static_cast<Options>(row.options & kFp8));
+         includes(row.options, call.options) &&
+         includes(call.options, static_cast<Options>(row.options & (kFp8 | kGroups)));
 }
 
 // The first row that serves the call; nullptr: no row does.
