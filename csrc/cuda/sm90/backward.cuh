@@ -7,6 +7,7 @@
 // shared memory. Products of one step overlap with the arithmetic of another: docs/sm90_backward.md.
 #pragma once
 
+#include <algorithm>
 #include <type_traits>
 
 #include "backward_apart.cuh"
@@ -52,7 +53,8 @@ struct Backward : PingPong {
                        kInspectors = kMasks ? 2 : 0;
   static constexpr int kPanels = panels(kHeadDim), kValuePanels = panels(kHeadDimV),
                        kScorePanels = kQueries / kPanelColumns;
-  static constexpr int kColumnTiles = kHeadDim / 8, kDqTiles = Layout::kQueryColumnTiles;
+  static constexpr int kColumnTiles = kHeadDim / 8;
+  static constexpr int kDqTiles = std::max(8, Layout::kQueryColumnTiles);  // a product of dq has a panel or more
   // Least number of heads in a section where tiles do not shrink or gradients are deterministic (tile_order.cuh).
   // Thread blocks that process the same head at the same time reuse its data in L2 when long sequences do not fit the
   // cache; with too few heads in a section, long tiles come last.

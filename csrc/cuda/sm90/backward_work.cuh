@@ -24,7 +24,8 @@ struct BiasedBackwardMaps : BackwardMaps {
 // The layout of dq in the workspace, which backward_finish.cuh reads: tiles of 16 rows, the rows of one warp, so that
 // short sequences take little memory. With 128 keys a warpgroup computes 64 rows and 64 columns of a step. The two
 // warpgroups of a thread block compute different rows when a step has 128 queries; otherwise they compute different
-// columns, and half of the third panel each. With 64 keys one warpgroup computes all columns.
+// columns, and half of the third panel each. With 64 keys one warpgroup computes all columns. Columns beyond the class
+// of head dims are not stored.
 template <class T, int kHeadDimension, bool kWide>
 struct DqLayout {
   using Element = T;
@@ -32,11 +33,11 @@ struct DqLayout {
   static constexpr int kQueries = tile_of<kernel_table::kSm90Backward, T, kHeadDimension, kPlain>().queries,
                        kTileRows = 16;
   static constexpr int kParts = kWide ? 1 : 2, kThreads = kParts * kGroupThreads, kSplits = 1;
+  static constexpr int kHeadDim = kHeadDimension;
   // Columns of a warp in dq_finish_kernel.
-  static constexpr int kPartColumns = !kWide && kHeadDimension > 128 ? kHeadDimension / 2 : 64;
-  static constexpr int kHeadDim = kWide ? kHeadDimension : kParts * kPartColumns * 64 / kQueries;  // some may be unused
+  static constexpr int kPartColumns = !kWide && kQueries == 64 ? kHeadDim / 2 : kHeadDim;
   static constexpr int kStride = kTileStride<T, kHeadDim>;
-  static constexpr int kQueryRowTiles = 1, kQueryColumnTiles = (kWide ? kHeadDim : kPartColumns) / 8;
+  static constexpr int kQueryRowTiles = 1, kQueryColumnTiles = kPartColumns / 8;
   static constexpr int64_t kTileFloats = kTileRows * kHeadDim;
   // Parts of a tile, each with its own counter (DqOrder): pairs of thread blocks add half of the columns each.
   static constexpr int kOrderedParts =
