@@ -36,6 +36,7 @@ __device__ __forceinline__ float prepare_query(__half* row) {
   // Both powers of two are normal numbers; q below 2^-112 stays below 2^14.
   const uint32_t exponent = max(__reduce_max_sync(~0u, largest) >> 7, kTop + 1);
   const float power = __uint_as_float((2 * kBias + kTop - exponent) << 23);
+  __syncwarp();  // a lane overwrites columns that other lanes have read; the reduction orders no memory accesses
 #pragma unroll
   for (int i = 0; i < kOfLane; ++i) {
     const int quad = lane + 32 * i;

@@ -68,7 +68,7 @@ struct ResidentBackward : ResidentBase<T, kHeadDim, 64 * kRowTiles, 2, kResident
         rows_at.advance();
         store_zeros(work, {work.visible.end, work.tiles.end});
       }
-      group() == 0 ? add_up<0>(dq, work) : add_up<1>(dq, work);
+      add_up(dq, work);
     });
   }
 
@@ -161,19 +161,23 @@ struct ResidentBackward : ResidentBase<T, kHeadDim, 64 * kRowTiles, 2, kResident
   }
 
   // Adds the dq of both warpgroups, panel after panel. Each stores half of the columns of a panel and gives the other
-  // warpgroup the other half.
-  template <int kGroupOf>
+  // warpgroup the other half. The half is chosen at run time, so that both warpgroups wait at the same instructions:
+  // synccheck reports threads that meet at one barrier from two places in the code.
   __device__ __forceinline__ void add_up(const Sums& dq, const ResidentWork& work) const {
+    const int me = group();
+    const bool is_first = me == 0;
 #pragma unroll
     for (int panel = 0; panel < kPanels; ++panel) {
-      const int own = panel * kPanelTiles + kGroupOf * kGivenTiles, given = own ^ kGivenTiles;
+      const int low = panel * kPanelTiles, high = low + kGivenTiles;
+      const auto kept = [&](int i, int n, int e) { return is_first ? dq[i][low + n][e] : dq[i][high + n][e]; };
+      const auto given = [&](int i, int n, int e) { return is_first ? dq[i][high + n][e] : dq[i][low + n][e]; };
       ptx::named_barrier_sync(kResidentBoth, kGroups * kGroupThreads);  // the memory of `exchange` is free
 #pragma unroll
       for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
         for (int n = 0; n < kGivenTiles; ++n) {
-          const float (&x)[4] = dq[i][given + n];
-          shared.exchange[kGroupOf].dq[i][n][thread()] = make_float4(x[0], x[1], x[2], x[3]);
+          shared.exchange[me].dq[i][n][thread()] =
+              make_float4(given(i, n, 0), given(i, n, 1), given(i, n, 2), given(i, n, 3));
         }
       }
       ptx::named_barrier_sync(kResidentBoth, kGroups * kGroupThreads);
@@ -182,14 +186,14 @@ struct ResidentBackward : ResidentBase<T, kHeadDim, 64 * kRowTiles, 2, kResident
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           const int row = i * 64 + warp_row() + g() + 8 * r;
-          float* const to = this->partial_row(work, row) + 2 * t();
+          float* const to = this->partial_row(work, row) + (is_first ? low : high) * 8 + 2 * t();
 #pragma unroll
           for (int n = 0; n < kGivenTiles; ++n) {
             const float2 other = *reinterpret_cast<const float2*>(
-                &reinterpret_cast<const float (&)[4]>(shared.exchange[1 - kGroupOf].dq[i][n][thread()])[2 * r]);
-            const float (&x)[4] = dq[i][own + n];
+                &reinterpret_cast<const float (&)[4]>(shared.exchange[1 - me].dq[i][n][thread()])[2 * r]);
             if (row < plan.rows) {
-              *reinterpret_cast<float2*>(to + (own + n) * 8) = make_float2(x[2 * r] + other.x, x[2 * r + 1] + other.y);
+              *reinterpret_cast<float2*>(to + n * 8) =
+                  make_float2(kept(i, n, 2 * r) + other.x, kept(i, n, 2 * r + 1) + other.y);
             }
           }
         }
