@@ -52,28 +52,41 @@ struct TileGrid : TileOrder {
   }
 };
 
+// The largest section of at most `most` heads, and not much less than half as many, that divides the heads nearly
+// evenly. A last section of a few heads would begin with their long tiles when no short ones are left to fill the gaps.
+inline int64_t even_section(int64_t heads, int64_t most) {
+  int64_t best = 1, best_last = 0;
+  for (int64_t limit = most; 2 * limit >= most && limit > 0 && 8 * best_last < 7 * best;) {
+    const int64_t sections = (heads + limit - 1) / limit, section = (heads + sections - 1) / sections;
+    const int64_t last = (heads - 1) % section + 1;
+    if (last * best > best_last * section) {
+      best = section;
+      best_last = last;
+    }
+    limit = section - 1;
+  }
+  return best;
+}
+
 // Heads of a section. With a right bound or a Mask some tiles are longer than others: if the long tiles of all heads of
 // a section start first, short ones are left for the end and fill the gaps. Without a bound and a Mask a section is one
 // head.
 inline int section_heads(const AttnParams& p, int64_t heads, int64_t head_bytes, int64_t at_least = 1) {
   constexpr int64_t kCacheBytes = 32 << 20;
   if (p.window_right == kUnbounded && !p.has_intervals()) return 1;
-  const int64_t section = std::max(kCacheBytes / std::max<int64_t>(1, head_bytes), at_least);
-  return static_cast<int>(std::max<int64_t>(1, std::min(section, heads)));
+  const int64_t most = std::max(kCacheBytes / std::max<int64_t>(1, head_bytes), at_least);
+  return static_cast<int>(even_section(std::max<int64_t>(1, heads), std::max<int64_t>(1, most)));
 }
 
-// Whether the tiles of a head become ever shorter, the last ones by far: as those of a causal call with about as many
-// keys as queries.
-inline bool tiles_shrink(const AttnParams& p) {
-  return p.window_right != kUnbounded && p.window_left == kUnbounded && !p.has_intervals() &&
-         4 * (p.seqlen_k - p.seqlen_q + p.window_right) <= p.seqlen_k;
-}
-
-// TileOrder::last where tiles shrink. When the tiles before the last ones run out, thread blocks end up to the longest
-// tile apart, by half of it on average: blocks / 2, in units of the shortest tile. last^2 / 2 is the work of the last
-// tiles of a head. They have twice the work that fills these gaps. Without them, the last sections of few heads, whose
-// longest tiles start late, took up to 15 % longer than an even share.
-inline int last_tiles(int64_t blocks, int64_t heads) {
+// TileOrder::last. Where the tiles of a head become ever shorter, as those of a causal call with about as many keys as
+// queries, thread blocks end up to the longest tile apart, by half of it on average: blocks / 2, in units of the
+// shortest tile. last^2 / 2 is the work of the last tiles of a head, and twice the work that fills these gaps is left
+// for the end. These tiles read the data of all heads from memory once more, which pays only for heads of at least
+// `least_blocks` tiles (docs/logs/sm90_backward.md).
+inline int last_tiles(const AttnParams& p, int64_t blocks, int64_t heads, int64_t least_blocks) {
+  const bool shrink = p.window_right != kUnbounded && p.window_left == kUnbounded && !p.has_intervals() &&
+                      4 * (p.seqlen_k - p.seqlen_q + p.window_right) <= p.seqlen_k;
+  if (!shrink || blocks < least_blocks) return 0;
   int64_t last = 1;
   while (last < blocks && last * last * heads < 2 * blocks * multiprocessors()) ++last;
   return static_cast<int>(last);
@@ -83,27 +96,27 @@ inline int last_tiles(int64_t blocks, int64_t heads) {
 // in a head: then a section has so many heads that enough of its short tiles are left for the end, and neighbouring
 // tiles of a head still read the same keys at about the same time.
 inline TileOrder forward_order(const AttnParams& p, int64_t blocks, int64_t element_bytes, int64_t at_least = 1) {
+  constexpr int64_t kLeastBlocks = 10;
   const int64_t head_bytes = p.seqlen_k * (p.head_dim + p.head_dim_v) * element_bytes / p.group_size();
   const int64_t heads = p.batch * p.heads_q;
   if (p.has_intervals()) at_least = std::max<int64_t>(at_least, 16);
   return {static_cast<int>(blocks), section_heads(p, heads, head_bytes, at_least),
-          tiles_shrink(p) ? last_tiles(blocks, heads) : 0};
+          last_tiles(p, blocks, heads, kLeastBlocks)};
 }
 
 // The order of a backward call, whose queries, output gradients and sums of dq are to stay in the cache. at_once: how
-// many key tiles are computed at a time; at_least: heads of a section whose tiles may not shrink. In a deterministic
-// call key tiles of a head add to dq one after the other: tiles that start at the same time belong to different heads,
-// otherwise all but the first would wait.
+// many key tiles are computed at a time; at_least: heads of a section that leaves no tiles for the end. In a
+// deterministic call key tiles of a head add to dq one after the other: tiles that start at the same time belong to
+// different heads, otherwise all but the first would wait.
 inline TileOrder backward_order(const AttnGradParams& p, int64_t blocks, int64_t element_bytes, int64_t at_once,
                                 int64_t at_least = 1) {
+  constexpr int64_t kLeastBlocks = 64;
   const int64_t row_bytes = p.head_dim * (element_bytes + 4) + p.head_dim_v * element_bytes;
   const int64_t head_bytes = p.seqlen_q * row_bytes * p.group_size(), heads = p.batch * p.heads_k;
-  if (!p.deterministic && tiles_shrink(p)) {
-    return {static_cast<int>(blocks), section_heads(p, heads, head_bytes), last_tiles(blocks, heads)};
-  }
-  int64_t section = section_heads(p, heads, head_bytes, at_least);
+  const int last = p.deterministic ? 0 : last_tiles(p, blocks, heads, kLeastBlocks);
+  int64_t section = section_heads(p, heads, head_bytes, last > 0 ? 1 : at_least);
   if (p.deterministic) section = std::max(section, std::min(heads, tile_count(at_once, blocks)));
-  return {static_cast<int>(blocks), static_cast<int>(section)};
+  return {static_cast<int>(blocks), static_cast<int>(section), last};
 }
 
 }  // namespace flashattn_ext

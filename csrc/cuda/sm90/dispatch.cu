@@ -9,18 +9,18 @@ namespace flashattn_ext {
 namespace {
 
 // Whether the query heads of a group add up their dk and dv (QueryHeads in backward_heads.cuh), in any order, instead
-// of sharing a walk. Three quarters of the multiprocessors are to have work in every round; causal walks, of which the
-// longest takes twice as long as the mean, need two rounds. Besides, walks over whole groups have different lengths
-// with a right bound: then thread blocks soon read different query heads, more than the L2 cache holds. In other calls
-// the sums would cost more than they gain.
+// of sharing a walk. It costs the additions, and pays in two cases. Walks over whole groups leave multiprocessors idle:
+// few of them are in one round, or there is one round only, in which causal walks differ in length. Or, with a right
+// bound, thread blocks soon read different query heads, since their walks differ in length, and the group is larger
+// than the L2 cache holds for all that run together.
 bool adds_over_groups(const AttnGradParams& p) {
-  constexpr int64_t kKeys = 128, kLeastGroup = 4;
+  constexpr int64_t kKeys = 128, kLargeGroup = 24 << 20;  // bytes of q, dout and dq
   if (p.deterministic || p.heads_q <= p.heads_k) return false;
   const int64_t tiles = tile_count(p.seqlen_k, kKeys) * p.batch * p.heads_k, at_once = multiprocessors();
-  const int64_t rounds = (tiles + at_once - 1) / at_once;
   const bool bounded = p.window_right != kUnbounded;
-  if (4 * tiles < 3 * rounds * at_once || (bounded && tiles < 2 * at_once)) return true;
-  return bounded && p.group_size() >= kLeastGroup;
+  if (4 * tiles < 3 * at_once || (bounded && tiles <= at_once)) return true;
+  const int64_t row_bytes = 6 * p.head_dim + 2 * p.head_dim_v;
+  return bounded && p.window_left == kUnbounded && p.seqlen_q * row_bytes * p.group_size() >= kLargeGroup;
 }
 
 struct Sm90 {
