@@ -110,7 +110,10 @@ def call_with_caches(dtype: torch.dtype, head_dim: int) -> int:
 
 
 def call_with_few_rows(dtype: torch.dtype, head_dim: int) -> int:
-    """Runs forwards of few queries for many keys, dense and packed, some with invalid cu_seqlens; returns the number of calls."""
+    """Runs calls with few queries for many keys: forwards, dense and packed, some with invalid cu_seqlens, and dense backwards.
+
+    Returns the number of calls.
+    """
     starts = [[0, 1300, 1303, 2000], [0, 2000, 0, 2000], [-3, 5000, 700, 2000], [2**31 - 1, -(2**31), 5, 900]]
     rows = (1, 5, 20)
     for Sq in rows:
@@ -122,7 +125,35 @@ def call_with_few_rows(dtype: torch.dtype, head_dim: int) -> int:
             flashattn_ext.varlen_forward(
                 q[0, : 2 * Sq], k[0], v[0], cu_q, cu_k, Sq, 1300, causal=True, window_size=(1000, 0)
             )
-    return len(rows) * (1 + len(starts))
+    packed_rows = (2, 17, 64)  # for each query head; two heads share keys and values
+    for Sq in packed_rows:
+        q, k, v = leaves(dtype, head_dim, 2, 1500)
+        torch.autograd.grad(flashattn_ext.forward(q[:, :Sq], k, v, causal=True).float().sum(), (q, k, v))
+    return len(rows) * (1 + len(starts)) + len(packed_rows)
+
+
+def call_with_short_sequences(dtype: torch.dtype, head_dim: int) -> int:
+    """Runs the backward of many short heads, more than three for each multiprocessor; returns the number of calls."""
+    lengths = (64, 200)
+    for S in lengths:
+        q, k, v = leaves(dtype, head_dim, 256, S)
+        torch.autograd.grad(flashattn_ext.forward(q, k, v, causal=S == 200).float().sum(), (q, k, v))
+    return len(lengths)
+
+
+def call_invariantly(dtype: torch.dtype, head_dim: int) -> int:
+    """Runs invariant calls: forward and backward, dense and packed, a prefill in chunks and decoding; returns the number of calls."""
+    options = dict(causal=True, invariant=True)
+    q, k, v = leaves(dtype, head_dim, 1, 300)
+    torch.autograd.grad(flashattn_ext.forward(q, k, v, **options).float().sum(), (q, k, v))
+    cu = torch.tensor([0, 130, 300], dtype=torch.int32, device="cuda")
+    flashattn_ext.varlen_forward(q[0], k[0], v[0], cu, cu, 170, 170, **options)
+    lengths = torch.tensor([290], dtype=torch.int32, device="cuda")
+    rows = (1, 20, 130)
+    with torch.inference_mode():
+        for Sq in rows:
+            flashattn_ext.flash_attn_with_kvcache(q[:, :Sq], k, v, cache_seqlens=lengths, **options)
+    return 2 + len(rows)
 
 
 def call_with_derivatives(dtype: torch.dtype, head_dim: int) -> int:
@@ -200,6 +231,9 @@ def main() -> None:
         calls += call_with_biases(dtype, head_dim)
         calls += call_with_caches(dtype, head_dim)
         calls += call_with_few_rows(dtype, head_dim)
+        calls += call_invariantly(dtype, head_dim)
+        if head_dim <= 128:
+            calls += call_with_short_sequences(dtype, head_dim)
         if head_dim <= 256:
             calls += call_with_derivatives(dtype, head_dim)
         if dtype == torch.bfloat16:
