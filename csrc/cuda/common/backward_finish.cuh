@@ -96,23 +96,15 @@ inline void launch_dsink(const AttnGradParams& p, const BackwardWorkspace& works
   launch_dsink(p, workspace, "backward_finish (sink)", DeltaOfRow());
 }
 
-// dq alone. Layout::kStartsEarly: whether the kernel may be launched early. A layout of kernels for several
-// architectures must not: its kernel is in several sources, some of which are compiled for older GPUs alone, and the
-// linker keeps one host function of them all. That function does not tell whether the kernel that runs was compiled to
-// wait for the previous one.
+// dq alone.
 template <class Layout>
 void launch_dq_finish(const AttnGradParams& p, const BackwardWorkspace& workspace) {
-  constexpr const char* kName = "backward_finish";
-  constexpr int kSharedBytes = Layout::kQueries * kTileStride<typename Layout::Element, Layout::kHeadDim> *
-                               static_cast<int>(sizeof(typename Layout::Element));
-  const int64_t blocks = tile_count(p.seqlen_q, Layout::kQueries), all = blocks * p.batch * p.heads_q;
-  if constexpr (Layout::kStartsEarly) {
-    launch_early(dq_finish_kernel<Layout>, kName, p, row_of_blocks(all, kName, p), Layout::kThreads, kSharedBytes, p,
-                 workspace, static_cast<int>(blocks));
-  } else {
-    launch(dq_finish_kernel<Layout>, kName, p, all, Layout::kThreads, kSharedBytes, workspace,
-           static_cast<int>(blocks));
-  }
+  const int64_t blocks = tile_count(p.seqlen_q, Layout::kQueries);
+  launch_early(dq_finish_kernel<Layout>, "backward_finish", p,
+               row_of_blocks(blocks * p.batch * p.heads_q, "backward_finish", p), Layout::kThreads,
+               Layout::kQueries * kTileStride<typename Layout::Element, Layout::kHeadDim> *
+                   static_cast<int>(sizeof(typename Layout::Element)),
+               p, workspace, static_cast<int>(blocks));
 }
 
 template <class Layout>

@@ -26,7 +26,6 @@ struct KeyTileShape {
   using Core = TensorCore<T>;
   static constexpr int kHeadDim = kHeadDimension;
   static constexpr BackwardTile kTile = Sizes::kTile;
-  static constexpr bool kStartsEarly = false;
   static constexpr int kWarps = kTile.warps, kThreads = kWarps * 32, kQueries = kTile.queries, kKeys = kTile.keys;
   static constexpr int kSplits = kTile.splits, kStages = kTile.stages, kTileRows = kQueries;
   static constexpr int kColumns = kHeadDim / kSplits;  // of dq, dk and dv that one thread block computes

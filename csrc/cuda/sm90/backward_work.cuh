@@ -29,7 +29,6 @@ struct BiasedBackwardMaps : BackwardMaps {
 template <class T, int kHeadDimension, bool kWide>
 struct DqLayout {
   using Element = T;
-  static constexpr bool kStartsEarly = true;
   static constexpr bool kPartsOverlap = false;  // whether both warpgroups add to the same elements
   static constexpr int kQueries = tile_of<kernel_table::kSm90Backward, T, kHeadDimension, kPlain>().queries,
                        kTileRows = 16;

@@ -17,7 +17,6 @@ namespace flashattn_ext::sm90 {
 template <class T>
 struct ApartDqLayout {
   using Element = T;
-  static constexpr bool kStartsEarly = true;
   static constexpr bool kPartsOverlap = true;
   static constexpr int kQueries = 64, kHeadDim = 64, kTileRows = 16, kThreads = kGroupThreads, kSplits = 1;
   static constexpr int kQueryRowTiles = 1, kQueryColumnTiles = kHeadDim / 8, kOrderedParts = 1;
