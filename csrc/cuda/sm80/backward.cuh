@@ -203,10 +203,10 @@ void launch_main(const AttnGradParams& p, const WorkspaceOf<T, kHeadDim, kOption
          backward_order(p, blocks, sizeof(T), multiprocessors() / Kernel::kSplits));
 }
 
-// The layout of dq for dq_finish_kernel, which the rows of a class share. Of a function that several sources instantiate
-// the linker keeps one, and with it the kernel of that source. The order of a fragment depends on the architecture that
-// a kernel is compiled for (ptx/memory.cuh): rows for other GPUs have another layout, so that their sources do not
-// share the function.
+// The layout of dq for dq_finish_kernel, which the rows of a class share. Of a function that several sources
+// instantiate the linker keeps one, and with it the kernel of that source. The order of a fragment depends on the
+// architecture that a kernel is compiled for (ptx/memory.cuh): rows for other GPUs have another layout, so that their
+// sources do not share the function.
 template <class T, int kHeadDim, bool kLarge, Gpus kGpus>
 struct DqLayout : KeyTileShape<T, kHeadDim, BackwardSizes<T, kHeadDim, kLarge>> {};
 
