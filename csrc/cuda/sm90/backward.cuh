@@ -94,7 +94,7 @@ struct Backward : PingPong {
   static_assert(sizeof(Shared) <= kSharedLimit);
   static_assert(!kDoutApart || !kMasks);  // the inspector warps expect dout in the stages of queries
   static_assert(kStages >= 2);            // the next scores are computed before these queries are released
-  static_assert(!kApart || (includes(kGroups, kOptions) && !kDoutApart && kDqTiles == 8));
+  static_assert(!kApart || ((includes(kGroups, kOptions) || kOptions == kDropout) && !kDoutApart && kDqTiles == 8));
 
   static __device__ void init(Shared& shared, const AttnGradParams& p) {
     if (Dropping::kDrops) shared.philox = Dropping::key(p);
@@ -342,7 +342,7 @@ struct Backward : PingPong {
     await_phase();
     score_product<kHeadDimV>(dscores, shared.v[keys.stage], group * 64, dout);
     typename Scores::Packed space;
-    accumulate(dv, Dropping::template kept<Scores>(weights, &space), dout);
+    accumulate(dv, kept_weights(space), dout);
     pass_phase();
     ptx::wgmma_wait<1>();
     ptx::hold(dscores);
@@ -385,6 +385,9 @@ struct Backward : PingPong {
   __device__ __forceinline__ void weigh(float (&scores)[kQueries / 8][4], const Work& work, const Walk& now,
                                         const Limits& unmasked, const Begun& begun) {
     gradients.weigh(*this, scores, work, now, Scores::is_masked(unmasked, now.m * kQueries), begun);
+    drop_weights();
+  }
+  __device__ __forceinline__ void drop_weights() {
     Dropping::template drop<Scores>(weights, shared.kept, group, warp_key / 16 % 4);
   }
   // Draws this warp's part of the dropout mask of a step.
@@ -399,6 +402,10 @@ struct Backward : PingPong {
     Walk next = now;
     next.advance();
     draw(work, next);
+  }
+  // The weights that dropout keeps, in `space` if there is dropout.
+  __device__ __forceinline__ auto& kept_weights(typename Scores::Packed& space) {
+    return Dropping::template kept<Scores>(weights, &space);
   }
   // A phase lies between the last use of shared.kept and this call, and another between this call and the next use.
   __device__ __forceinline__ void publish_drawn() { Dropping::template publish<Scores>(shared.kept, group, drawn); }

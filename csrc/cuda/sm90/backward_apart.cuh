@@ -40,9 +40,12 @@ class ApartWalk : KeyGradientTurns<Kernel> {
   // Both walks peel the last step, so that no product is in flight when the loop exits: otherwise the compiler
   // serialises all products.
   __device__ __forceinline__ void walk_in_two_turns() {
+    kernel.draw(work, now);
+    kernel.publish_drawn();
     kernel.await_phase();
     this->multiply_scores();
     kernel.pass_phase();
+    kernel.draw_next(work, now);
     find_weights();
     ptx::barrier_wait(&shared.v_full[kernel.keys.stage], kernel.keys.parity);
     Packed packed;
@@ -50,10 +53,11 @@ class ApartWalk : KeyGradientTurns<Kernel> {
       const int stage = kernel.queries.stage;
       await_dout();
       this->add_to_dv(packed, now, unmasked);
+      kernel.publish_drawn();
       this->start_dk(packed);
       kernel.queries.advance();
       now.advance();
-      this->start_next_scores(stage);
+      this->start_next_scores(stage, [&] { kernel.draw_next(work, now); });
       find_weights();
     }
     await_dout();
@@ -68,10 +72,13 @@ class ApartWalk : KeyGradientTurns<Kernel> {
     await_dout();
     Products dscores;
     Packed packed;
+    kernel.draw(work, now);
+    publish_drawn();
     kernel.await_phase();
     this->multiply_scores();
     this->multiply_dscores(dscores);
     kernel.pass_phase();
+    kernel.draw_next(work, now);
     find_weights<1>();
     find_dscores(packed, dscores);
     while (now.left > 1) {
@@ -80,6 +87,7 @@ class ApartWalk : KeyGradientTurns<Kernel> {
       now.advance();
       ptx::barrier_wait(&shared.q_full[kernel.queries.stage], kernel.queries.parity);
       await_dout();
+      publish_drawn();
       kernel.await_phase();
       accumulate(kernel.dv, kernel.weights, shared.dout[stage]);
       accumulate(kernel.dk, packed, shared.q[stage]);
@@ -91,6 +99,7 @@ class ApartWalk : KeyGradientTurns<Kernel> {
       this->multiply_dscores(dscores);
       kernel.pass_phase();
       ptx::barrier_arrive(&shared.queries_empty[stage]);
+      kernel.draw_next(work, now);
       find_weights<1>();
       find_dscores(packed, dscores);
     }
@@ -114,12 +123,23 @@ class ApartWalk : KeyGradientTurns<Kernel> {
     ptx::wgmma_wait<kLater>();
     ptx::hold(scores);
     Turns::find_weights(work, now, unmasked);
+    kernel.drop_weights();
   }
-  // dP^T, the only product in flight, becomes dS^T, in `packed` and in shared memory.
+  // dP^T, the only product in flight, becomes dS^T, in `packed` and in shared memory. Afterwards the weights are those
+  // that dropout keeps.
   __device__ __forceinline__ void find_dscores(Packed& packed, Products& dscores) {
     ptx::wgmma_wait<0>();
     this->differentiate(dscores, now, unmasked);
+    if constexpr (Kernel::Dropping::kDrops) Kernel::Scores::keep(kernel.weights, kernel.weights);
     this->store_dscores(packed, dscores);
+  }
+  // In one turn a step has a single phase, so that the warps of the warpgroup meet here after their last use of
+  // shared.kept.
+  __device__ __forceinline__ void publish_drawn() {
+    if constexpr (Kernel::Dropping::kDrops) {
+      ptx::named_barrier_sync(kGroupCleared + kernel.group, kGroupThreads);
+      kernel.publish_drawn();
+    }
   }
 
   const BackwardWork& work;

@@ -42,12 +42,13 @@ class KeyGradientTurns {
     return uniform(Kernel::Scores::unmasked_queries(kernel.p, work.mask(kernel.p), work.key0 + kernel.group * 64, 64));
   }
 
-  // The turn of dP^T and dv. dv is complete before dS^T is packed: its operands, the weights, then free registers.
+  // The turn of dP^T and dv. dv is complete before dS^T is packed: its operands, the weights, then free registers. With
+  // dropout these are the kept weights, which take the registers of packed dS^T.
   __device__ __forceinline__ void add_to_dv(Packed& packed, const Walk& now, const Limits& unmasked) {
     Products dscores;
     kernel.await_phase();
     multiply_dscores(dscores);
-    accumulate(kernel.dv, kernel.weights, shared.dout[kernel.queries.stage]);
+    accumulate(kernel.dv, kernel.kept_weights(packed), shared.dout[kernel.queries.stage]);
     kernel.pass_phase();
     ptx::wgmma_wait<1>();
     differentiate(dscores, now, unmasked);
@@ -62,11 +63,14 @@ class KeyGradientTurns {
     accumulate(kernel.dk, packed, shared.q[kernel.queries.stage]);
     hand_over_dscores();
   }
-  // stage: of the queries of dk, which is complete afterwards; S^T may be in flight.
-  __device__ __forceinline__ void start_next_scores(int stage) {
+  // stage: of the queries of dk, which is complete afterwards; S^T may be in flight. Calls under() while both are
+  // computed.
+  template <class Under>
+  __device__ __forceinline__ void start_next_scores(int stage, const Under& under) {
     ptx::barrier_wait(&shared.q_full[kernel.queries.stage], kernel.queries.parity);
     multiply_scores();
     kernel.pass_phase();
+    under();
     ptx::wgmma_wait<1>();
     ptx::hold(kernel.dk);
     ptx::barrier_arrive(&shared.queries_empty[stage]);

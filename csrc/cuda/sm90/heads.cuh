@@ -95,6 +95,7 @@ struct HeadBackward : PingPong {
         warp_key(uniform(static_cast<int>(threadIdx.x) / 32 - 4) * 16) {}
 
   __device__ __forceinline__ int value_stage() const { return values.stage; }
+  __device__ __forceinline__ auto& kept_weights(typename Scores::Packed&) { return weights; }
   // Writes dk and dv, which ends the key tile.
   __device__ __forceinline__ void store(const Work& work) {
     store_keys<T>(p.dk, work, work.key0 + warp_key, dk, workspace.gradient_scale, p.head_dim);

@@ -54,7 +54,7 @@ class HeadKeyGradients : KeyGradientTurns<Kernel> {
       if (!next) break;
       this->start_dk(packed);
       kernel.queries.advance();
-      this->start_next_scores(stage);
+      this->start_next_scores(stage, [] {});
       ptx::wgmma_wait<0>();
       ptx::hold(scores);
       const bool ends = now.left == 1;
