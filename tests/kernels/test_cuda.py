@@ -322,7 +322,7 @@ MANY_SEQUENCES = {
 }
 
 
-@pytest.mark.parametrize("D,Dv", [(64, 64), (128, 128), (40, 64), (100, 128)])
+@pytest.mark.parametrize("D,Dv", [(64, 64), (128, 128), (40, 64), (100, 128), (80, 96)])
 @pytest.mark.parametrize("options", MANY_SEQUENCES.values(), ids=MANY_SEQUENCES.keys())
 @pytest.mark.parametrize("dtype", DTYPES[:2])
 def test_gradients_of_many_short_sequences(dtype: torch.dtype, options: dict, D: int, Dv: int) -> None:

@@ -1,8 +1,7 @@
-// The backward of many short sequences in one kernel, for head dims up to 64 and from 97 to 128. A thread block
-// computes all key tiles of a KV head, so that each sum of dq belongs to one thread: it adds in registers, keeps the
-// sums of a head in a piece of the workspace that stays in the L2 cache, and writes dq with the last key tile. No
-// launch zeroes sums before, and none rounds them afterwards. Delta comes from the tiles of dout that the products
-// read.
+// The backward of many short sequences in one kernel, for head dims up to 128. A thread block computes all key tiles of
+// a KV head, so that each sum of dq belongs to one thread: it adds in registers, keeps the sums of a head in a piece of
+// the workspace that stays in the L2 cache, and writes dq with the last key tile. No launch zeroes sums before, and
+// none rounds them afterwards. Delta comes from the tiles of dout that the products read.
 //
 // Key tiles come in descending order: with a right bound the first one that meets a query tile is its last.
 // docs/sm90_heads.md explains what each warp does.
@@ -264,8 +263,6 @@ bool serves_heads(const AttnGradParams& p) {
   constexpr int64_t kMostKeys = 1024, kMostSums = 20 << 20, kMostBoundedSums = 40 << 20;
   if (p.is_varlen() || p.deterministic || p.heads_q == 0 || p.seqlen_q == 0) return false;
   if (p.seqlen_k == 0 || p.seqlen_k > kMostKeys) return false;
-  // The general backward has kernels of 80 and 96 columns.
-  if (kHeadDim == 128 && std::max(p.head_dim, p.head_dim_v) <= 96) return false;
   // The first key tile, which comes last, has to meet every query.
   const BasicMask<int64_t> mask(p, p.seqlen_q, p.seqlen_k);
   if (mask.window_left != mask.kUnbounded || mask.keys_of(0, 1).end == 0) return false;
