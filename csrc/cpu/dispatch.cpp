@@ -67,6 +67,7 @@ const Backend& cpu_backend() {
     cpu.supports_decode = supports_decode;
     cpu.decode_workspace_bytes = decode_workspace_bytes;
     cpu.decode = decode;
+    cpu.runs_few_queries = is_few_rows;
     cpu.jvp_workspace_bytes = jvp_workspace_bytes;
     cpu.jvp = jvp;
     cpu.second_workspace_bytes = second_workspace_bytes;
