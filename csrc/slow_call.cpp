@@ -50,8 +50,8 @@ std::string why_always_slow(const Backend& backend, const AttnParams& p) {
   constexpr int64_t kMostRows = 128, kLeastKeys = 512;  // with fewer keys there is little to divide
   if (p.heads_k == 0 || p.seqlen_q * p.group_size() > kMostRows || p.seqlen_k < kLeastKeys) return {};
   return queries_of(p) + " the kernels of long sequences, because backend '" + backend.name +
-         "' has no others: they do not divide keys, and one core computes all queries of a head of a sequence. Put as "
-         "many sequences into a call as give every core of the device a head.";
+         "' has no others: they do not divide keys, and one core computes all queries of a head of a sequence. Put "
+         "enough sequences into a call to give every core a head.";
 }
 
 }  // namespace
