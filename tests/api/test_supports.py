@@ -18,12 +18,13 @@ KEYS, LONG = 2000, 160  # keys of a sequence, and queries of a call that runs th
 # The options that may keep few queries from their own kernels, by the names that the reason gives them.
 NAMES = {
     "mask": "mask",
+    "dropout and mask": "mask and dropout_p",
     "dropout": "dropout_p",
     "relative bias": "relative_bias",
     "bias": "bias",
     "slopes with a gradient": "the gradient of alibi_slopes or relative_bias",
 }
-OPTIONS = ["plain", "causal", "window", "softcap", "sink", "smooth", "slopes", "dropout and mask", *NAMES]
+OPTIONS = ["plain", "causal", "window", "softcap", "sink", "smooth", "slopes", *NAMES]
 
 
 def options_of(name: str, rows: int, heads: int, device: str, packed: bool = False) -> dict[str, Any]:
@@ -122,9 +123,13 @@ def test_a_reason_is_given_exactly_where_few_queries_run_other_kernels(
         assert support and support.refusal == ""
         assert (support.slow == "") == runs_few_rows(tensors, longer, name, packed)
         takes_centres = dtype.itemsize == 2 or device == "cpu"
-        named = [] if name == "slopes with a gradient" and not takes_centres else [NAMES.get(name, "")]
-        expected = ["mask and dropout_p"] if name == "dropout and mask" else named
-        assert re.findall(r"because of (.*?)\. ", support.slow) == [words for words in expected if words]
+        is_lacking = {
+            "slopes with a gradient": takes_centres,
+            "relative bias": device != "cpu",
+            "bias": device != "cpu",
+        }
+        expected = [NAMES[name]] if name in NAMES and is_lacking.get(name, True) else []
+        assert re.findall(r"because of (.*?)\. ", support.slow) == expected
         queries = f"{rows} quer{'y' if rows == 1 else 'ies'}"
         assert not support.slow or queries in support.slow.split(" run")[0]
 
