@@ -357,13 +357,15 @@ class Decode {
   // Adds the relative and the dense bias. As in forward.h, a bias of -inf masks a score, even a NaN or +inf.
   template <int R>
   void add_bias(int64_t first, const GroupRows& rows, Real* scores) const {
-    alignas(64) Real bias[kDecodeKeys];
-    for (int64_t r = 0; r < lesser<int64_t>(R, row_count - first); ++r) {
-      load_bias(query_of(first + r), head_of(first + r), rows, bias);
-      for (int64_t j = 0; j < kDecodeKeys; ++j) {
-        Real& score = score_at<R>(scores, r, j);
-        score = bias[j] == -kInfinity ? -kInfinity : score + bias[j];
-      }
+    alignas(64) Real bias[R * kDecodeKeys], of_row[kDecodeKeys];
+    for (int64_t r = 0; r < R; ++r) {
+      const int64_t row = lesser(first + r, row_count - 1);
+      load_bias(query_of(row), head_of(row), rows, of_row);
+      for (int64_t j = 0; j < kDecodeKeys; ++j) score_at<R>(bias, r, j) = of_row[j];
+    }
+    for (int64_t i = 0; i < R * kDecodeKeys; i += W) {
+      const V added = S::load(bias + i);
+      S::store(scores + i, BiasTile<Op>::where_hidden(added, S::set1(-kInfinity), S::load(scores + i) + added));
     }
   }
   // log2(e) times the relative and the dense bias of a row, for a group of keys.
