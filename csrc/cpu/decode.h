@@ -377,6 +377,9 @@ class Decode {
       for_element_type<Op>(p.bias.dtype, [&](auto element) {
         using Element = decltype(element);
         const Element* const row = static_cast<const Element*>(bias.bias) + query * bias.row_stride + rows.key0;
+        // The next group of keys: hardware prefetchers do not follow as many rows.
+        constexpr int64_t kLine = 64 / static_cast<int64_t>(sizeof(Element));
+        for (int64_t j = 0; j < kDecodeKeys; j += kLine) prefetch<false>(row + kDecodeKeys + j);
         const int64_t whole = rows.count / W * W;
         for (int64_t j = 0; j < whole; j += W) {
           S::store(to + j, S::load(to + j) + WideVector<Real, Element>::load(row + j));
