@@ -64,7 +64,7 @@ void forward(const c10::OperatorHandle& op, Stack* stack) {
   c = readable(std::move(c), *backend);
   const at::Tensor rng_state = given_state ? given_state->contiguous() : at::Tensor();
   set_memory(c, out, lse, rng_state, &p);
-  if (keeps_centres && (out.element_size() == 2 ? backend->writes_centres : backend->writes_wide_centres)) {
+  if (keeps_centres && writes_centres(c, *backend)) {
     p.centres = centres_view_of(c, centres);
   } else if (keeps_centres) {
     centres.zero_();

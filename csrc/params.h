@@ -215,7 +215,8 @@ struct Rotary {
 
 // Decoding with a KV cache, forward only: new keys and values are appended to the caches, then q [B, Sq, Hq, D] (or
 // packed, with cu_seqlens) attends to the cached keys of its sequence. seqlen_k is the capacity of the cache, in packed
-// calls max_seqlen_k. No dropout, relative_bias, bias or origin.
+// calls max_seqlen_k. No dropout, relative_bias, bias or origin in calls
+// with a KV cache.
 struct DecodeParams : AttnParams {
   KeyCache cache;
   TensorView k_new;  // [B, new_keys, Hk, D], dtype of q; data == nullptr: nothing is appended

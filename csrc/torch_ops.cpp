@@ -7,4 +7,6 @@
 #include "mask_extremes.cpp"
 #include "op_device.cpp"
 #include "ops.cpp"
+#include "slow_call.cpp"
+#include "supports_op.cpp"
 #include "validate.cpp"

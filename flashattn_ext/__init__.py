@@ -46,6 +46,7 @@ else:
     from .module import FlashAttention
     from .reference import attention_reference, attention_weights, kvcache_reference
     from .relative_bias import t5_relative_bias
+    from .support import supports
 
     def _dtensors_together(*tensors: _Any) -> list[_Any]:
         """Imports the integration at the first DTensor: it imports torch.distributed.tensor, which takes a second."""
@@ -85,6 +86,7 @@ __all__ = [
     "forward",
     "kvcache_reference",
     "quantize_fp8",
+    "supports",
     "t5_relative_bias",
     "use_backend",
     "varlen_forward",

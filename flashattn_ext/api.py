@@ -192,7 +192,7 @@ _SHARED = {
 _DIFFERENTIABLE = {name: parameter for name, parameter in _SHARED.items() if name not in Fp8Options.__annotations__}
 
 
-def _show_shared_options(function: Callable[..., Any], options: dict[str, inspect.Parameter]) -> None:
+def show_shared_options(function: Callable[..., Any], options: dict[str, inspect.Parameter]) -> None:
     """Makes help() and inspect.signature() show these options of forward in place of **options."""
     signature = inspect.signature(function)
     own = [parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
@@ -277,7 +277,7 @@ def varlen_forward(
     return results(*_forward(tensors, numbers, rng_seed, return_max_logits), return_lse, return_max_logits)
 
 
-_show_shared_options(varlen_forward, _SHARED)
+show_shared_options(varlen_forward, _SHARED)
 
 
 @overload
@@ -358,7 +358,7 @@ def backward(
     return tuple(computed if any(needs) else computed[: len(computed) - len(needs)])
 
 
-_show_shared_options(backward, _DIFFERENTIABLE)
+show_shared_options(backward, _DIFFERENTIABLE)
 
 
 def dropout_mask(

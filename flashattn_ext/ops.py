@@ -32,6 +32,7 @@ decode, decode_append = _op("decode"), _op("decode_append")
 pure_forward = torch.ops.flashattn_ext.forward.default
 pure_backward = torch.ops.flashattn_ext.backward.default
 rng_state = torch.ops.flashattn_ext.rng_state.default
+supports = torch.ops.flashattn_ext.supports.default
 mask_extremes: Callable[[Tensor], Tensor] = torch.ops.flashattn_ext.mask_extremes.default
 
 CENTRES = 3  # numbers in the centres of a row, kCentres in csrc/bias.h

@@ -118,6 +118,12 @@ class _Moved:
         return self.keys.add(torch.stack([first, last], -1), -2)
 
 
+def padded(tensors: CallTensors, options: CallOptions) -> tuple[CallTensors, CallOptions]:
+    """The call that runs in place of one that is_off()."""
+    moved = _Moved(tensors, options)
+    return moved.tensors, moved.options
+
+
 def _check(op: Any, *arguments: Any) -> None:
     """Runs the op's checks on the original call, on the meta device, so that errors do not name the sizes of the padded call."""
     if not torch.compiler.is_compiling():

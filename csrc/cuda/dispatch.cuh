@@ -107,6 +107,7 @@ class Dispatch {
                     supports_decode,
                     decode_workspace_bytes,
                     decode};
+    backend.runs_few_queries = runs_few_queries;
     backend.mask_extremes = cuda_mask_extremes;
     backend.max_logits = cuda_max_logits;
     backend.writes_centres = true;
@@ -275,6 +276,7 @@ class Dispatch {
   static bool runs_in_chunks(const AttnParams& p) {
     return p.invariant && decode::has_few_queries(p) && decode::has_chunks(cached_call(p), chunk_kernel(p));
   }
+  static bool runs_few_queries(const AttnParams& p) { return runs_in_chunks(p) || is_few_rows(p); }
   static void run_forward(const AttnParams& p) {
     if (runs_in_chunks(p)) return decode::run_chunks(cached_call(p), chunk_kernel(p));
     const bool is_few = is_few_rows(p);  // these kernels read fp8 as it is, with any alignment

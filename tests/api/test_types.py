@@ -27,6 +27,7 @@ out, lse = fx.forward(q, q, q, softcap=3.0, mask=mask, bias=q, return_lse=True)
 dq, dk, dv, dsink = fx.backward(None, q, q, q, out, lse, softcap=3.0, mask=mask)
 dq, dk, dv, dsink, dslopes, drelative, dbias = fx.backward(None, q, q, q, out, lse, bias=q)
 fx.t5_relative_bias(q, 3, bidirectional=False).sum()
+fx.supports(q, q, q, causal=True, rng_seed=3).slow.upper()
 """
 WRONG = """
 pair: tuple[torch.Tensor, torch.Tensor] = fx.forward(q, q, q)
@@ -34,6 +35,7 @@ fx.forward(q, q, q, return_lse=True).sum()
 fx.forward(q, q, q, is_causal=True)
 fx.varlen_forward(q, q, q, starts, starts, 2, 2, causal="no")
 fx.forward(q, q, q, mask=q)
+fx.supports(q, q, q, is_causal=True)
 dq, dk, dv, dsink = fx.backward(None, q, q, q, out, lse, bias=q)
 """
 

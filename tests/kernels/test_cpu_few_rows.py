@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
 import torch
-from helpers import allocated_bytes, assert_same_bits
+from helpers import Case, allocated_bytes, assert_same_bits, check
 
 import flashattn_ext
 
@@ -93,3 +94,51 @@ def test_a_call_without_a_cache_has_the_bits_of_one_with_it(isa: str, Sq: int) -
     with_cache = flashattn_ext.flash_attn_with_kvcache(q[:, :Sq], k, v, cache_seqlens=lengths)
     assert_same_bits(flashattn_ext.forward(q[:, :Sq], k, v), with_cache)
     assert not torch.equal(flashattn_ext.forward(q, k, v)[:, :Sq], with_cache)
+
+
+BIASES = {
+    "relative": {"relative": 9},
+    "long relative": {"relative": 5000, "alibi": "batch", "softcap": 3.0},
+    "of keys": {"bias": "", "causal": True},
+    "of rows": {"bias": "q", "bias_dtype": torch.float32, "window_size": (700, 5)},
+    "of scores": {"bias": "bhq", "bias_hides": 0.1, "relative": 40, "sink_dtype": torch.float32},
+    "of hidden scores": {"bias": "bh", "bias_hides": 0.97, "max_logits": True},
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", BIASES)
+def test_biases(isa: str, dtype: torch.dtype, name: str) -> None:
+    """Few queries and many keys; the last group of keys is not full. Slopes without a gradient, as centres would need others."""
+    options = dict(BIASES[name])
+    if dtype == torch.float64 and "sink_dtype" in options:
+        options["sink_dtype"] = dtype
+    for Sq, Hq, Hk, D in ((1, 8, 2, 40), (2, 3, 3, 33)):
+        sizes = dict(dtype=dtype, B=2, Sq=Sq, Sk=1100, Hq=Hq, Hk=Hk, D=D, Dv=D + 5, use_lse=True)
+        check(Case(**sizes, **options, needs_grad=("q", "k", "v", "bias")), "cpu")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_relative_bias_of_packed_sequences(isa: str, dtype: torch.dtype) -> None:
+    lengths = dict(lengths_q=(2, 0, 1, 2), lengths_k=(900, 40, 3, 700))
+    case = Case(dtype=dtype, Hq=4, Hk=2, D=40, Dv=40, relative=30, causal=True, use_lse=True, **lengths)  # type: ignore[arg-type]
+    check(dataclasses.replace(case, needs_grad=("q", "k", "v")), "cpu")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_bias_is_not_read_beyond_its_keys_and_hides_a_nan(isa: str, dtype: torch.dtype) -> None:
+    """A bias of -inf hides a score of NaN. The memory after a row of the bias, and a bias that causal hides, are NaN."""
+    q, k, v = (
+        torch.randn(1, 2, 4, 40).to(dtype),
+        torch.randn(1, 77, 2, 40).to(dtype),
+        torch.randn(1, 77, 2, 40).to(dtype),
+    )
+    bias = torch.full((1, 1, 2, 90), math.nan, dtype=dtype)[..., :77]
+    bias[...] = torch.randn(77).to(dtype)
+    bias[..., 0, 76] = math.nan
+    bias[..., 5] = -math.inf
+    expected = flashattn_ext.attention_reference(q, k, v, bias=bias.nan_to_num(0, neginf=-math.inf), causal=True)
+    k[:, 5] = math.nan
+    assert flashattn_ext.supports(q, k, v, bias=bias, causal=True).slow == ""
+    out = flashattn_ext.forward(q, k, v, bias=bias, causal=True)
+    torch.testing.assert_close(out, expected, atol=2e-2 if dtype.itemsize == 2 else 1e-5, rtol=0)

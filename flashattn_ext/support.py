@@ -1,0 +1,100 @@
+"""What a call would run on, and whether slowly. No call is made."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import arguments, jagged, ops, placed
+from .api import show_shared_options, varlen_forward
+from .calls import autocast, converter, lengths_of
+from .options import differentiable, keeps_centres
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from .options import AttentionOptions
+
+_call_of_supports = converter("supports")
+
+
+class Support(NamedTuple):
+    """The answer of supports(); true if the call can run."""
+
+    backend: str  # that runs the call, as in build_info()["backends"]; empty if none does, and for tensors on the meta device
+    refusal: str  # why the call cannot run; empty if it can
+    slow: str  # why few queries for many keys run the kernels of long sequences; empty if they do not
+
+    def __bool__(self) -> bool:
+        return not self.refusal
+
+
+def supports(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int = 0,
+    max_seqlen_k: int = 0,
+    layout: str = "bshd",
+    return_lse: bool = False,
+    return_max_logits: bool = False,
+    **options: Unpack[AttentionOptions],
+) -> Support:
+    """Whether forward() or, with cu_seqlens, varlen_forward() can run a call, and whether slowly; runs nothing.
+
+    The other arguments are those of varlen_forward.
+
+    Args:
+        layout: "bshd" or "bhsd", as in forward().
+        rng_seed: as in forward(); changes nothing.
+        return_lse: as in forward(); changes nothing.
+
+    Returns:
+        A named tuple, which is true if the call can run. `backend` names what runs it, as in build_info(). `refusal` is the message
+        of the NotImplementedError that the call, or its backward if a tensor requires a gradient, would raise, and empty if
+        it can run. `slow` is empty, or says why a call with few queries for many keys runs the kernels of long sequences in place of those
+        that divide the keys (as in decoding), and what to do about it.
+
+    Raises:
+        ValueError: as in forward().
+        TypeError: as in forward().
+        RuntimeError: as in forward(): the device has no backend.
+
+    Source: the backends' own dispatch (csrc/backend.h).
+    """
+    lengths: tuple[Any, ...] = lengths_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    arguments.optional_tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    arguments.seed(options.pop("rng_seed", None))
+    arguments.flag("return_lse", return_lse)
+    return_max_logits = arguments.flag("return_max_logits", return_max_logits)
+    if getattr(q, "is_nested", False):
+        (q, k, v), lengths = jagged.packed(layout, q=q, k=k, v=v)
+        layout = "bshd"
+    try:
+        tensors, numbers = _call_of_supports(q, k, v, lengths, layout, **options)
+        tensors = autocast(tensors)
+        if placed.is_off(tensors, numbers):
+            tensors, numbers = placed.padded(tensors, numbers)
+        needs = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in differentiable(tensors))
+        centres = needs and keeps_centres(tensors, lambda t: t.requires_grad)
+        backend, slow = ops.supports(*tensors, *numbers, needs, centres, return_max_logits)
+    except NotImplementedError as refusal:
+        return Support("", str(refusal), "")
+    return Support(backend, "", slow)
+
+
+_own = inspect.signature(supports).parameters
+show_shared_options(
+    supports,
+    {
+        name: parameter
+        for name, parameter in inspect.signature(varlen_forward).parameters.items()
+        if parameter.kind is parameter.KEYWORD_ONLY and name not in _own
+    },
+)
