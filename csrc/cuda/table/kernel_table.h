@@ -5,16 +5,18 @@
 //   - ../dispatch.cuh and ../decode/: a call runs the first row that serves it (serves() in rows.h), and supports()
 //     refuses a call that no row serves;
 //   - the kernels: their tile;
-//   - `flashattn-ext bench tune`: the tiles of a row, of which the build has the first.
+//   - `flashattn-ext bench tune`: the tiles of a row that compete, of which the build has the first.
 // To add a kernel, add a row; to remove one, delete its row. rows.h explains the columns, tiles.h the sizes of a tile.
-// sources.py reads one row in each line, and a note behind it or above it.
+// sources.py reads one row in each line, and a note behind it or above it. A note that ends in a colon is that of all
+// rows below it that have none of their own.
 //
 // A class of head dims serves every call up to it, so rows are in ascending order; general kernels follow the kernels
 // that they replace. The classes above 256 follow all others: their plain kernels track the largest logit, and would
 // otherwise serve calls for which only the general kernels of smaller classes do.
 //
-// Notes are TFLOP/s on an H200 (bf16, full / causal, S = 4096 where none is named) or what decided otherwise; the logs
-// in docs/logs/ have the experiments.
+// Notes are TFLOP/s on an H200 (bf16; full / causal, S = 4096 where none is named; rows with a Mask: one document /
+// documents of a mean of 1024 tokens, both causal and S = 16384), of the first tile and of others, or what decided
+// otherwise; the logs in docs/logs/ have the experiments.
 #pragma once
 
 #include "rows.h"
@@ -28,7 +30,7 @@ constexpr sm90::BackwardOrder kApart = sm90::BackwardOrder::kApart, kApartOnce =
                               kPairs = sm90::BackwardOrder::kPairs, kThreePhases = sm90::BackwardOrder::kThreePhases;
 
 // Tiles: {warps, row tiles of a warp, keys, resident thread blocks[, stages[, warps along the columns of out]]}. Tiles
-// with warps along the columns are those for 227, 163 and 99 KB of shared memory; `bench tune` compares all others.
+// with warps along the columns are those for 227, 163 and 99 KB of shared memory: the GPU chooses, not speed.
 inline constexpr KernelRow<sm80::ForwardTile> kSm80Forward[] = {
     {k16Bit, 64,  kPlain,     kOtherGpus, 0,         {{4, 2, 64, 3}, {4, 2, 128, 2}, {8, 1, 64, 2}}},
     {k16Bit, 96,  kPlain,     kOtherGpus, kMaySpill, {{4, 2, 64, 2, 2}, {4, 2, 64, 2}, {8, 1, 64, 1}}},
@@ -83,8 +85,8 @@ inline constexpr KernelRow<sm80::ForwardTile> kSm80Forward[] = {
 };
 
 // Tiles: {warps, keys, queries, warps along the keys of the scores, warps along the keys of dk and dv, thread blocks
-// along the columns, stages of queries}, for 227 and for 99 KB of shared memory. The sums of dq have the layout of the
-// tile, so all rows of one element size and class have the same tiles.
+// along the columns, stages of queries}, for 227 and for 99 KB of shared memory: the GPU chooses, not speed. The sums
+// of dq have the layout of the tile, so all rows of one element size and class have the same tiles.
 inline constexpr KernelRow<sm80::BackwardTile> kSm80Backward[] = {
     {k16Bit, 64,  kPlain,     kOtherGpus, 0,         {{4, 128, 32, 4, 4, 1, 2}, {4, 128, 32, 4, 4, 1, 2}}},
     {k16Bit, 96,  kPlain,     kOtherGpus, kMaySpill, {{8, 128, 64, 4, 4, 1, 2}, {4, 64, 32, 4, 4, 1, 2}}},
@@ -159,7 +161,7 @@ inline constexpr KernelRow<sm90::ForwardTile> kSm90Forward[] = {
     {k16Bit, 192,        kDropout,   kHopper, kMaySpill, {{2, 64, 3}, {2, 64, 2}}},
     {k16Bit, 256,        kDropout,   kHopper, kMaySpill, {{2, 64, 2}}},
     {k16Bit, 64,         kIntervals, kHopper, kMaySpill, {{3, 128, 3}, {2, 192, 2}, {2, 128, 3}}},
-    {k16Bit, 96,         kIntervals, kHopper, kMaySpill, {{3, 112, 2}, {3, 96, 2}, {2, 128, 3}}},
+    {k16Bit, 96,         kIntervals, kHopper, kMaySpill, {{3, 112, 2}, {3, 96, 2}, {2, 128, 2}}},
     {k16Bit, 128,        kIntervals, kHopper, kMaySpill, {{3, 80, 3}, {2, 160, 2}, {2, 128, 2}}},  // spills 8 bytes
     {k16Bit, 144,        kIntervals, kHopper, kMaySpill, {{3, 80, 2}, {2, 112, 2}, {2, 96, 2}}},
     {k16Bit, 192,        kIntervals, kHopper, kMaySpill, {{2, 96, 2}, {2, 112, 2}, {2, 80, 2}}},
