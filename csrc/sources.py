@@ -551,22 +551,25 @@ def _decode_grid() -> str:
     ]
     for head_dim in sorted({row.head_dim for row in rows}):
         lines.append([str(head_dim), *(cells.get((head_dim, *column), "") for column in columns)])
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines) + _notes(rows)
 
 
 def _notes(rows: Sequence[Row]) -> str:
     """A line for the note of each row, and one for each group of the others."""
-    notes = [f"- {row.head_dim}, {row.options[1:].lower()}: {row.note}\n" for row in rows if row.note]
     groups: dict[str, list[Row]] = {}
+    lines = ["\n"]
     for row in rows:
-        groups.setdefault("" if row.note else row.group, []).append(row)
-    groups.pop("", None)
+        if row.note:
+            about = row.options[1:].lower() or f"{' and '.join(row.dtypes)}, {row.packed_rows} rows"
+            lines.append(f"- {row.head_dim}, {about}: {row.note}\n")
+        elif row.group:
+            groups.setdefault(row.group, []).append(row)
     for note, others in groups.items():
+        options = [*dict.fromkeys(row.options[1:].lower() for row in others)]
         dims = sorted({row.head_dim for row in others})
-        options = " and ".join(dict.fromkeys(row.options[1:].lower() for row in others if row.options))
-        about = [f"{dims[0]}" if len(dims) == 1 else f"{dims[0]} to {dims[-1]}", *([options] if options else [])]
-        notes.append(f"- {', '.join(about)}: {note}\n")
-    return "\n" + "".join(notes)
+        about = "others" if options == [""] else f"{dims[0]} to {dims[-1]}, {', '.join(options)}"
+        lines.append(f"- {about}: {note}\n")
+    return "".join(lines if len(lines) > 1 else ())
 
 
 def _grid(rows: Sequence[Row]) -> str:
