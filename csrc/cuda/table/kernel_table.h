@@ -93,8 +93,10 @@ inline constexpr KernelRow<sm80::ForwardTile> kSm80Forward[] = {
 // of dq have the layout of the tile, so all rows of one element size and class have the same tiles.
 inline constexpr KernelRow<sm80::BackwardTile> kSm80Backward[] = {
     // no figures of other tiles for as much shared memory:
+    // 64 keys, two thread blocks on a multiprocessor: 253 instead of 271
     {k16Bit, 64,  kPlain,     kOtherGpus, 0,         {{4, 128, 32, 4, 4, 1, 2}, {4, 128, 32, 4, 4, 1, 2}}},
     {k16Bit, 96,  kPlain,     kOtherGpus, kMaySpill, {{8, 128, 64, 4, 4, 1, 2}, {4, 64, 32, 4, 4, 1, 2}}},
+    // 64 keys, two thread blocks on a multiprocessor: 252 instead of 272
     {k16Bit, 128, kPlain,     kOtherGpus, 0,         {{8, 128, 64, 4, 4, 1, 2}, {8, 64, 64, 4, 2, 1, 1}}},
     {k16Bit, 144, kPlain,     kOtherGpus, kMaySpill, {{6, 96, 64, 3, 2, 1, 2}, {3, 48, 32, 3, 3, 1, 2}}},
     {k16Bit, 192, kPlain,     kOtherGpus, kMaySpill, {{8, 64, 64, 4, 2, 1, 2}, {4, 64, 32, 2, 2, 1, 1}}},
