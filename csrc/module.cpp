@@ -13,8 +13,6 @@
 #if defined(FLASHATTN_EXT_CUDA)
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAStream.h>
-
-#include "cuda/tile_list.h"
 #endif
 
 namespace flashattn_ext {
@@ -93,20 +91,6 @@ std::vector<pybind11::dict> described_options() {
   return all;
 }
 
-#if defined(FLASHATTN_EXT_CUDA)
-std::vector<pybind11::dict> described_cuda_tiles() {
-  std::vector<pybind11::dict> all;
-  for (const CudaTile& tile : cuda_tiles()) {
-    using pybind11::operator""_a;
-    all.push_back(pybind11::dict("backend"_a = tile.backend, "backward"_a = tile.backward, "head_dim"_a = tile.head_dim,
-                                 "head_dim_v"_a = tile.head_dim_v, "dropout"_a = tile.dropout, "choice"_a = tile.choice,
-                                 "queries"_a = tile.queries, "keys"_a = tile.keys, "stages"_a = tile.stages,
-                                 "detail"_a = tile.detail));
-  }
-  return all;
-}
-#endif
-
 }  // namespace
 }  // namespace flashattn_ext
 
@@ -142,9 +126,4 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         pybind11::arg("score_bytes"), "Queries and keys of a tile for a given L2 cache: tile_size.h.");
   m.def("set_cpu_tile", &set_cpu_tile, pybind11::arg("queries"), pybind11::arg("keys"),
         "Overrides the tile of every call; (0, 0) restores the default.");
-#if defined(FLASHATTN_EXT_CUDA)
-  m.def("cuda_tiles", &described_cuda_tiles,
-        "The tiles of the CUDA kernels of 16-bit types, for each class of head dims the default one first; a private "
-        "build with -DFLASHATTN_EXT_TILE_CHOICE=choice runs another one.");
-#endif
 }

@@ -42,16 +42,22 @@ class PrivateBuild:
 def cuda(backend: str, choice: int, dtype: str) -> PrivateBuild:
     """The kernels of a CUDA backend with the tiles of that column of its tables, for the GPU of this machine.
 
-    It supports only `dtype`, fp16 or bf16: other calls raise.
+    It has only the sources with a row of `dtype` that has such a tile, and raises in other calls.
     """
     from torch.utils.cpp_extension import CUDA_HOME
 
     family, (major, minor) = backend.removeprefix("cuda-"), torch.cuda.get_device_capability()
-    architecture = "90a" if (major, minor) == (9, 0) else f"{major}{minor}"
+    # On Hopper the kernels of sm_80 are those that the driver makes of the package's PTX for 8.0.
+    target = (
+        "arch=compute_80,code=sm_90"
+        if (major, minor) == (9, 0)
+        else f"arch=compute_{major}{minor},code=sm_{major}{minor}"
+    )
+    target = "arch=compute_90a,code=sm_90a" if family == "sm90" else target
     name = f"{backend}-tile{choice}-{dtype}"
-    nvcc = [str(Path(CUDA_HOME or "", "bin", "nvcc")), f"-gencode=arch=compute_{architecture},code=sm_{architecture}"]
+    nvcc = [str(Path(CUDA_HOME or "", "bin", "nvcc")), f"-gencode={target}"]
     hidden = ["-Xcompiler", "-fPIC", "-Xcompiler", "-fvisibility=hidden"]
-    only = sources.plain_sources(family, dtype)
+    only = sources.tuned_sources(family, choice, dtype)
     defines = {"CUDA": "1", "TILE_CHOICE": str(choice), "PRIVATE_BACKEND": f"cuda_{family}_backend"}
     return PrivateBuild(
         name,

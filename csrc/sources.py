@@ -145,7 +145,16 @@ class Row(NamedTuple):
     gpus: str
     spill: int | None  # bytes that ptxas may spill; None: any number
     tiles: tuple[tuple[str, ...], ...]  # sizes as in the table; the build has the first tile
-    note: str
+    note: str  # the figures that chose the tile, or what decided otherwise
+    group: str  # the same for rows that share it
+
+    @property
+    def competing(self) -> tuple[tuple[str, ...], ...]:
+        """The tiles among which speed decided. The shared memory of the GPU chooses among those of the backward of sm_80, of its second derivatives
+        and of its forward with warps along the columns.
+        """
+        by_memory = self.architecture == "sm80" and (self.stage in ("backward", "second") or len(self.tiles[0]) == 6)
+        return self.tiles[:1] if by_memory else self.tiles
 
     @property
     def packed_rows(self) -> int:
@@ -192,18 +201,20 @@ def option_bits() -> dict[str, int]:
 @functools.cache
 def table() -> tuple[Row, ...]:
     """The rows of kernel_table.h, which has one row in a line. A line that is neither a row nor a comment is an error."""
-    rows, array, above = [], None, ""
+    rows, array, above, group = [], None, "", ""
     for line in TABLE.read_text().splitlines():
         if begins := re.match(r"inline constexpr \w+(?:<[\w:]+>)? (\w+)\[\] = \{$", line):
-            array = begins[1]
+            array, group = begins[1], ""
         elif line == "};":
             array = None
         elif array is None:
             continue
         elif comment := re.match(r"    // (.*)$", line):
-            above = comment[1]
+            above = f"{above} {comment[1]}".lstrip()
+            if above.endswith(":"):
+                group, above = above[:-1], ""
         elif row := re.match(r"    \{(.*)\},(?:  // (.*))?$", line):
-            rows.append(_row(array, _cells(row[1]), row[2] or above))
+            rows.append(_row(array, _cells(row[1]), row[2] or above, group))
             above = ""
         else:
             raise ValueError(f"{TABLE.name}: not a row of {array}: {line.strip()}")
@@ -222,7 +233,7 @@ def _cells(text: str) -> list[str]:
     return [cell.strip() for cell in cells]
 
 
-def _row(array: str, cells: Sequence[str], note: str) -> Row:
+def _row(array: str, cells: Sequence[str], note: str, group: str) -> Row:
     architecture, stage = ARRAYS[array]
     dims = _cells(cells[1].strip("{}"))
     if architecture == "decode":
@@ -242,6 +253,7 @@ def _row(array: str, cells: Sequence[str], note: str) -> Row:
         None if spill == "kMaySpill" else int(spill),
         tiles,
         note,
+        group,
     )
 
 
@@ -268,17 +280,10 @@ def cuda_instances(*, sm90: bool) -> dict[str, str]:
     }
 
 
-def plain_sources(architecture: str, dtype: str) -> list[str]:
-    """The names of the sources of plain calls and dropout."""
-    rows = [
-        row
-        for row in table()
-        if row.architecture == architecture
-        and row.stage not in ("invariant", "packed", "heads", "resident")
-        and dtype in row.dtypes
-        and row.options == "kPlain"
-    ]
-    return [row.source(dtype) for row in rows]
+def tuned_sources(architecture: str, choice: int, dtype: str) -> list[str]:
+    """The names of the sources with a row that has this choice of tiles."""
+    rows = [row for row in table() if row.architecture == architecture and dtype in row.dtypes]
+    return [*dict.fromkeys(row.source(dtype) for row in rows if len(row.competing) > choice)]
 
 
 def paired(instances: dict[str, str]) -> dict[str, str]:
@@ -461,7 +466,8 @@ Made from `csrc/cuda/table/kernel_table.h` by `python3 csrc/sources.py page`; do
 by the class of head dims (a kernel serves every head dim up to its class) and the [options](architecture.md#glossary) that it supports; it holds
 the tile, whose sizes the heading explains. A call runs the first row of the table that serves it, a general kernel if there is no
 other. Where a cell is empty, general kernels or a larger class serve the call; Hopper then runs the sm_80 kernels. Figures in notes are
-TFLOP/s on an H200 (bf16, full / causal, S = 4096 where none is named) of the tile and of others.
+TFLOP/s on an H200 (bf16; full / causal, S = 4096 where none is named; with a Mask: one document / documents of a mean of 1024 tokens, both causal
+and S = 16384) of the tile and of others.
 """
 UNITS = {
     (
@@ -487,8 +493,9 @@ UNITS = {
 TITLES = {("bf16",): "inputs in fp8, widened to bf16", ("fp8",): "fp8"}
 
 
-def describe(row: Row) -> str:
-    tile = row.tiles[0]
+def describe(row: Row, choice: int = 0) -> str:
+    """A tile in the words of UNITS."""
+    tile = row.tiles[choice]
     if (row.architecture, row.stage) == ("sm80", "forward"):
         stages = tile[4] if len(tile) > 4 else "1"
         return f"{tile[0]} x {tile[1]}, {tile[2]}, {tile[3]}, {stages}"
@@ -545,7 +552,25 @@ def _decode_grid() -> str:
     ]
     for head_dim in sorted({row.head_dim for row in rows}):
         lines.append([str(head_dim), *(cells.get((head_dim, *column), "") for column in columns)])
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines) + _notes(rows)
+
+
+def _notes(rows: Sequence[Row]) -> str:
+    """A line for the note of each row, and one for each group of the others."""
+    groups: dict[str, list[Row]] = {}
+    lines = ["\n"]
+    for row in rows:
+        if row.note:
+            about = row.options[1:].lower() or f"{' and '.join(row.dtypes)}, {row.packed_rows} rows"
+            lines.append(f"- {row.head_dim}, {about}: {row.note}\n")
+        elif row.group:
+            groups.setdefault(row.group, []).append(row)
+    for note, others in groups.items():
+        options = [*dict.fromkeys(row.options[1:].lower() for row in others)]
+        dims = sorted({row.head_dim for row in others})
+        about = "others" if options == [""] else f"{dims[0]} to {dims[-1]}, {', '.join(options)}"
+        lines.append(f"- {about}: {note}\n")
+    return "".join(lines if len(lines) > 1 else ())
 
 
 def _grid(rows: Sequence[Row]) -> str:
@@ -566,8 +591,7 @@ def _grid(rows: Sequence[Row]) -> str:
     for qk, v in dims:
         name = f"{qk}" if qk == v else f"{qk}x{v}"
         text += f"| {name} | " + " | ".join(cells.get((qk, v, options), "") for options in columns) + " |\n"
-    notes = [f"- {row.head_dim}, {row.options[1:].lower()}: {row.note}\n" for row in rows if row.note]
-    return text + ("\n" + "".join(notes) if notes else "")
+    return text + _notes(rows)
 
 
 def main(command: str, *arguments: str) -> int:

@@ -1,7 +1,7 @@
 """`bench tune`: the fastest tile for each kind of call, compared with the default one.
 
-On CUDA the tiles come from csrc/cuda/table/kernel_table.h, for 16-bit types; all but the default are compiled from the checkout when they are first
-measured (csrc/private_build.py). On the CPU they are pairs of sizes, which the kernels take as arguments.
+On CUDA they are the rows of csrc/cuda/table/kernel_table.h whose tiles compete; all tiles but the first are compiled from the checkout when they are
+first measured (csrc/private_build.py). On the CPU they are pairs of sizes, which the kernels take as arguments.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import importlib
 import itertools
-import operator
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,7 +29,11 @@ from .console import Columns, CommandError, fields, print_rows, text_of, track
 from .devices import choose_device, describe_machine
 from .timing import Timing, reported, time_on
 
-DTYPE, DROPOUT = "bf16", 0.1
+DROPOUT = 0.1
+# The calls of a row of the table, by the options that it supports: full and causal, or with two masks.
+CALLS: dict[str, dict[str, Any]] = {"kDropout": {"dropout": DROPOUT}, "kBias": {"score": "bias"}}
+CALLS["kScores"] = CALLS["kGeneral"] = {"score": "softcap"}
+WAYS, MASKED_WAYS = (("", False), ("", True)), (("one document", True), ("documents", True))  # pattern, causal
 CPU_TILES, CPU_QUICK_TILES = (64, 128, 192, 256, 512), (64, 128)
 LARGEST_DIFFERENCE = 0.02  # relative to the default's results: a larger one is not 16-bit rounding
 T = TypeVar("T")
@@ -81,12 +84,6 @@ def measure(*, quick: bool, device: str = "auto", backend: str | None = None) ->
     return {**describe_machine(torch.device(kind)), "device": kind, "quick": quick, "rows": rows}
 
 
-def cuda_tiles(backend: str) -> list[dict[str, Any]]:
-    """The tiles of a backend's tables, with their names."""
-    tiles = [tile for tile in _C.cuda_tiles() if tile["backend"] == backend]
-    return [{**tile, "name": f"{tile['queries']} x {tile['keys']}, {tile['detail']}"} for tile in tiles]
-
-
 @functools.cache
 def private_build() -> ModuleType:
     """csrc/private_build.py of the checkout with this package, or of the current folder."""
@@ -100,31 +97,34 @@ def private_build() -> ModuleType:
 
 def load_builds(jobs: Iterable[Job]) -> None:
     """Compiles the tiles that the package does not have."""
-    builds = [tile.build for job in jobs for tile in job.tiles if tile.build]
     try:
-        if builds:
+        if builds := [tile.build for job in jobs for tile in job.tiles if tile.build]:
             private_build().load(builds)
     except RuntimeError as error:
         raise CommandError(str(error)) from None
 
 
-def _cuda_tile(tile: Mapping[str, Any]) -> Tile:
-    if not tile["choice"]:
-        return Tile(tile["name"], tile["backend"])
-    build = private_build().cuda(tile["backend"], tile["choice"], DTYPE)
-    return Tile(tile["name"], build.name, build)
-
-
 def cuda_jobs(backend: str, quick: bool) -> list[Job]:
-    """Every kind of call for which the tables have more than one tile."""
-    jobs, kind = [], operator.itemgetter("backward", "head_dim", "head_dim_v", "dropout")
-    for (backward, D, Dv, dropout), row in itertools.groupby(cuda_tiles(backend), key=kind):
-        tiles = tuple(map(_cuda_tile, row))
-        B, S, H = (4, 1024, 4) if quick else (4, 4096, 2048 // D)
-        for causal in (False, True) if len(tiles) > 1 else ():
-            case = Case(B, H, H, S, D, causal, DTYPE, DROPOUT if dropout else 0.0, backward=backward, Dv=Dv * (Dv != D))
-            jobs.append(Job(backend, case, tiles))
-    return jobs
+    """The calls of the backend's rows of the table in which speed decides among several tiles."""
+    table = private_build().sources.table()
+    rows = [row for row in table if f"cuda-{row.architecture}" == backend and len(row.competing) > 1]
+    tiles = [tuple(cuda_tile(backend, row, choice) for choice in range(len(row.competing))) for row in rows]
+    return [Job(backend, case, its) for row, its in zip(rows, tiles, strict=True) for case in cuda_cases(row, quick)]
+
+
+def cuda_tile(backend: str, row: Any, choice: int) -> Tile:
+    build = private_build().cuda(backend, choice, row.dtypes[-1]) if choice else None
+    return Tile(private_build().sources.describe(row, choice), build.name if build else backend, build)
+
+
+def cuda_cases(row: Any, quick: bool) -> list[Case]:
+    masked, D = row.options in ("kIntervals", "kGeneral", "kFp8General"), row.head_dim
+    B, S = (1, 16384) if masked else (4, 4096)
+    shape = (B, 2048 // D, 2048 // D, S // (4 if quick else 1), D)
+    options = {"Dv": row.head_dim_v * (row.head_dim_v != D), "derivative": "J" * (row.stage == "jvp")}
+    options |= {"backward": row.stage == "backward", **CALLS.get(row.options, {})}
+    dtype, ways = row.dtypes[-1], MASKED_WAYS if masked else WAYS
+    return [Case(*shape, causal, dtype, pattern=pattern, **options) for pattern, causal in ways]
 
 
 def cpu_tiles(dtype: str, D: int, sizes: Iterable[tuple[int, int]]) -> tuple[Tile, ...]:

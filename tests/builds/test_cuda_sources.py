@@ -188,6 +188,34 @@ def test_gradients_of_one_class_have_one_layout() -> None:
         assert tiles and all(len(its) == 1 for its in tiles.values())
 
 
+def test_a_note_that_ends_in_a_colon_is_for_the_rows_below(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def row(head_dim: int) -> str:
+        return f"    {{k16Bit, {head_dim}, kPlain, kHopper, 0, {{{{64, 64, 2, 1}}}}}},"
+
+    array = "inline constexpr KernelRow<sm90::BackwardTile> {}[] = {{"
+    lines = [array.format("kSm90Backward"), "    // why, in", "    // two lines:", row(64), "    // 500 / 400", row(80)]
+    lines += [f"{row(96)}  // 600 / 500", row(128), "    // another reason:", row(256), "};"]
+    lines += [array.format("kSm90Heads"), row(64), "};"]
+    (tmp_path / "kernel_table.h").write_text("\n".join(lines))
+    monkeypatch.setattr(sources, "TABLE", tmp_path / "kernel_table.h")
+    rows = sources.table.__wrapped__()
+    assert [row.note for row in rows] == ["", "500 / 400", "600 / 500", "", "", ""]
+    assert [row.group for row in rows] == [*["why, in two lines"] * 4, "another reason", ""]
+    notes = ["- 80, plain: 500 / 400", "- 96, plain: 600 / 500", "- 64 to 128, plain: why, in two lines"]
+    assert sources._notes(rows[:4]).split("\n") == ["", *notes, ""]
+
+
+def test_tiles_compete_unless_the_shared_memory_of_the_gpu_chooses() -> None:
+    by_memory = {array_of(row) for row in ROWS if len(row.tiles) > 1 and len(row.competing) == 1}
+    assert by_memory == {"kSm80Forward", "kSm80Backward", "kSm80Second"}
+    assert {row.head_dim for row in ROWS if array_of(row) == "kSm80Forward" and row.competing != row.tiles} == {
+        384,
+        512,
+    }
+    compete = {array_of(row) for row in ROWS if len(row.competing) > 1}
+    assert compete == {"kSm80Forward", "kSm90Forward", "kSm90Backward", "kSm90Jvp"}  # what `bench tune` has calls for
+
+
 def test_a_line_that_is_not_a_row_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = sources.TABLE.read_text().replace("    {k16Bit, 96,  kPlain,", "    {k16Bit, 96,  kPlain,  # ", 1)
     (tmp_path / "kernel_table.h").write_text(text.replace("}},\n", "}}\n", 1))
@@ -300,15 +328,15 @@ def test_a_check_joins_the_sources_that_it_compiles(tmp_path: Path) -> None:
 
 def test_a_measurement_compiles_what_it_calls(tmp_path: Path) -> None:
     """Functions of the other instances exist, so that the library loads, but they throw."""
-    only = [name for name in sources.plain_sources("sm90", "bf16") if name.endswith("_128")]
-    assert only == [f"sm90_{stage}_bf16_128" for stage in ("forward", "backward", "jvp", "second")]
+    only = [name for name in sources.tuned_sources("sm90", 1, "bf16") if name.endswith("_128")]
+    assert only == ["sm90_forward_bf16_128", "sm90_backward_bf16_128"]
     found = sources.cuda_sources(tmp_path, sm90=True, only=only)
     assert [path.stem for path in found if path.parent == tmp_path] == ["left_out", *sorted(only)]
     stubs = (tmp_path / "left_out.cu").read_text().count("template <>")
     functions = sum(text.count("template ") for text in sources.cuda_instances(sm90=True).values())
     # the three of forward and backward with and without dropout, two of backward with groups, J and two of H
     assert stubs == functions - 11
-    assert "sm90_forward_fp16_192x128" in sources.plain_sources("sm90", "fp16")
+    assert "sm90_forward_fp16_192x128" in sources.tuned_sources("sm90", 1, "fp16")
 
 
 def test_the_list_needs_no_package(tmp_path: Path) -> None:

@@ -137,3 +137,19 @@ def test_a_library_of_other_sources_than_the_package(
     monkeypatch.setattr(private_build, "_C", Refusing())
     with pytest.raises(RuntimeError, match="built from other sources"):
         private_build.load([other_build])
+
+
+@pytest.mark.parametrize(
+    ("family", "capability", "target"),
+    [("sm90", (9, 0), "90a,code=sm_90a"), ("sm80", (9, 0), "80,code=sm_90"), ("sm80", (8, 6), "86,code=sm_86")],
+)
+def test_other_tiles_are_compiled_for_this_gpu(
+    family: str, capability: tuple[int, int], target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(private_build, "TILES", tmp_path)
+    build = private_build.cuda(f"cuda-{family}", 1, "bf16")
+    assert f"-gencode=arch=compute_{target}" in build.compiler
+    own = {path.stem for path in build.sources if tmp_path in path.parents}
+    assert own == {"left_out", *sources.tuned_sources(family, 1, "bf16")}
+    assert {f"{family}_forward_bf16_128{suffix}" for suffix in ("", "_masks")} < own

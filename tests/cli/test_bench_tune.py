@@ -26,44 +26,49 @@ CASE = Case(2, 2, 2, 32, 16, True, "fp32")
 
 
 class Gpu:
-    """The compiled module of a build for a GPU: the tables of its tiles, and which backends were used."""
+    """A build for a GPU, with a table of kernels, and which backends were used."""
 
-    def __init__(self, choices: int) -> None:
+    def __init__(self) -> None:
         self.used: list[str] = []
-        self.choices = choices
-        self.head_dim_v = 16
+        self.rows = [self.row("forward"), self.row("forward", options="kDropout", tiles=1), self.row("backward")]
+        self.rows.append(self.row("forward", architecture="b"))
+
+    def row(self, stage: str, architecture: str = "a", options: str = "kPlain", tiles: int = 3) -> SimpleNamespace:
+        """As csrc/sources.py reads it."""
+        return SimpleNamespace(
+            architecture=architecture, stage=stage, options=options, head_dim=16, head_dim_v=16,
+            dtypes=("fp16", "bf16"), competing=tuple((str(64 + 16 * i),) for i in range(tiles)),
+        )  # fmt: skip
+
+    def table(self) -> list[SimpleNamespace]:
+        return self.rows
+
+    def describe(self, row: SimpleNamespace, choice: int) -> str:
+        return f"128 x {row.competing[choice][0]}, 2"
 
     def backends(self) -> list[str]:
         return ["cuda-a", "cuda-b", "cpu"]
-
-    def cuda_tiles(self) -> list[dict[str, Any]]:
-        """As in C++: grouped by kind of call, the default tile first."""
-        kinds = [(backward, dropout) for backward in (False, True) for dropout in (False, True)]
-        return [
-            {"backend": "cuda-a", "backward": backward, "dropout": dropout, "choice": choice}
-            | {"head_dim": 16, "head_dim_v": self.head_dim_v}
-            | {"queries": 128, "keys": 64 + 16 * choice, "stages": 2, "detail": "2 stages"}
-            for backward, dropout in kinds
-            for choice in range(1 if dropout else self.choices)
-        ]
 
     def use_backend(self, name: str | None) -> contextlib.AbstractContextManager[None]:
         self.used.append(str(name))
         return contextlib.nullcontext()
 
 
-def private(backend: str, choice: int, dtype: str = "bf16", head_dim: int | None = None) -> SimpleNamespace:
-    assert dtype == "bf16" and head_dim is None
+def private(backend: str, choice: int, dtype: str) -> SimpleNamespace:
+    assert dtype == "bf16"
     return SimpleNamespace(name=f"{backend}-tile{choice}")
+
+
+def private_build(gpu: Gpu, load: Any = lambda builds: None) -> SimpleNamespace:
+    return SimpleNamespace(cuda=private, load=load, sources=gpu)
 
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     """Tables with three tiles without dropout, whose second one takes twice as long and third one half."""
-    gpu = Gpu(choices=3)
-    monkeypatch.setattr(bench_tune, "_C", gpu)
+    gpu = Gpu()
     monkeypatch.setattr(bench_tune, "choose_device", lambda name: torch.device("cuda"))
-    monkeypatch.setattr(bench_tune, "private_build", lambda: SimpleNamespace(cuda=private, load=lambda builds: None))
+    monkeypatch.setattr(bench_tune, "private_build", lambda: private_build(gpu))
     monkeypatch.setattr(flashattn_ext, "use_backend", gpu.use_backend)
     monkeypatch.setattr(flashattn_ext, "build_info", lambda: {"backends": gpu.backends()})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -102,18 +107,53 @@ def test_cpu_tiles_start_with_the_default_and_never_repeat_it() -> None:
         assert {tile.backend for tile in job.tiles} == {"cpu"}
 
 
-def test_cuda_jobs_are_the_kinds_with_alternatives(gpu: Gpu) -> None:
+def test_cuda_jobs_are_the_rows_with_alternatives(gpu: Gpu) -> None:
     jobs = bench_tune.cuda_jobs("cuda-a", quick=False)
     assert [(job.case.backward, job.case.causal, job.case.dropout) for job in jobs] == [
         (backward, causal, 0.0) for backward in (False, True) for causal in (False, True)
     ]
-    assert [tile.name for tile in jobs[0].tiles] == [f"128 x {keys}, 2 stages" for keys in (64, 80, 96)]
+    assert [tile.name for tile in jobs[0].tiles] == [f"128 x {keys}, 2" for keys in (64, 80, 96)]
     assert [tile.backend for tile in jobs[0].tiles] == ["cuda-a", "cuda-a-tile1", "cuda-a-tile2"]
     assert jobs[0].case.Hq * jobs[0].case.D == 2048
 
 
+ONE, SEVERAL = "one document", "documents"
+
+
+@pytest.mark.parametrize(
+    ("stage", "options", "dtype", "calls"),
+    [
+        ("forward", "kDropout", "bf16", ["full p=0.1", "causal p=0.1"]),
+        ("backward", "kIntervals", "bf16", [ONE, SEVERAL]),
+        ("forward", "kScores", "bf16", ["full softcap", "causal softcap"]),
+        ("forward", "kBias", "bf16", ["full bias", "causal bias"]),
+        ("forward", "kGeneral", "bf16", [f"{ONE} softcap", f"{SEVERAL} softcap"]),
+        ("forward", "kFp8Scores", "fp8", ["full", "causal"]),
+        ("forward", "kFp8General", "fp8", [ONE, SEVERAL]),
+        ("jvp", "kPlain", "bf16", ["full", "causal"]),
+    ],
+)
+def test_a_row_is_measured_with_its_options(stage: str, options: str, dtype: str, calls: list[str]) -> None:
+    row = SimpleNamespace(stage=stage, options=options, head_dim=128, head_dim_v=128, dtypes=(dtype,))
+    cases = bench_tune.cuda_cases(row, quick=False)
+    assert [case.mask for case in cases] == calls
+    assert {case.direction for case in cases} == {"J" if stage == "jvp" else stage}
+    assert {case.tokens for case in cases} == {16384} and {case.dtype for case in cases} == {dtype}
+
+
+def test_every_row_of_the_table_whose_tiles_compete_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    build = bench_tune.private_build()
+    monkeypatch.setattr(build, "cuda", lambda backend, choice, dtype: SimpleNamespace(name=f"{choice}"))
+    jobs = [*bench_tune.cuda_jobs("cuda-sm90", quick=True), *bench_tune.cuda_jobs("cuda-sm80", quick=True)]
+    rows = [row for row in build.sources.table() if len(row.competing) > 1]
+    assert len(jobs) == 2 * len(rows) > 100
+    assert sum(len(job.tiles) for job in jobs) == 2 * sum(len(row.tiles) for row in rows)
+
+
 def test_a_class_whose_v_is_narrower_is_measured_with_such_a_v(gpu: Gpu) -> None:
-    gpu.head_dim_v = 8
+    for row in gpu.rows:
+        row.head_dim_v = 8
     assert {job.case.head_dim_v for job in bench_tune.cuda_jobs("cuda-a", quick=True)} == {8}
     assert {bench_tune.COLUMNS["D"](row) for row in bench_tune.measure(quick=True)["rows"]} == {"16:8"}
 
@@ -124,7 +164,7 @@ def test_a_tile_that_does_not_compile_ends_the_command(
     def load(builds: list[SimpleNamespace]) -> None:
         raise RuntimeError(f"{builds[0].name}: why")
 
-    monkeypatch.setattr(bench_tune, "private_build", lambda: SimpleNamespace(cuda=private, load=load))
+    monkeypatch.setattr(bench_tune, "private_build", lambda: private_build(gpu, load))
     assert main(["bench", "tune"]) == 2
     assert capsys.readouterr().err == "flashattn-ext bench: cuda-a-tile1: why\n"
 
@@ -253,7 +293,7 @@ def test_bench_tune_finds_the_fastest_tile_of_a_gpu(
     results = json.loads(path.read_text())
     assert results["device"] == "cuda" and len(results["rows"]) == 4
     for row in results["rows"]:
-        assert (row["default"], row["best"]) == ("128 x 64, 2 stages", "128 x 96, 2 stages")
+        assert (row["default"], row["best"]) == ("128 x 64, 2", "128 x 96, 2")
         assert row["gain"] == pytest.approx(2) and len(row["tiles"]) == 3 and not row["failures"]
     out = capsys.readouterr().out
     assert out.count("2.00x") == 4 and "a GPU" in out

@@ -4,24 +4,34 @@ from __future__ import annotations
 
 import itertools
 import re
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from helpers import Case, assert_same_bits, check, cu_seqlens, run_python
 
 import flashattn_ext
-from flashattn_ext import _C
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "csrc"))
+
+import sources
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 PATHS = [name.removeprefix("cuda-") for name in flashattn_ext.build_info()["backends"] if name.startswith("cuda-")]
 HOPPER = "cuda-sm90" in flashattn_ext.build_info()["backends"] and torch.cuda.get_device_capability() == (9, 0)
-# The default tiles of both directions. `bench tune` compares the results of the other tiles with these.
+# The kernels of both directions that calls without options and with dropout run. `bench tune` compares the results of other tiles with these.
+ROWS = [
+    row
+    for row in sources.table()
+    if row.stage in ("forward", "backward") and "bf16" in row.dtypes and row.options in ("kPlain", "kDropout")
+]
 TILES = sorted(
     {
-        (tile["backend"], tile["head_dim"], tile["head_dim_v"], tile["dropout"])
-        for tile in _C.cuda_tiles()
-        if HOPPER or tile["backend"] != "cuda-sm90"
+        (f"cuda-{row.architecture}", row.head_dim, row.head_dim_v, row.options == "kDropout")
+        for row in ROWS
+        if HOPPER or row.architecture != "sm90"
     }
 )
 
@@ -250,11 +260,13 @@ def test_more_than_two_to_the_31_elements(H: int, D: int, deterministic: bool, a
         assert_same_bits(grad[-alone:], ref)
 
 
-def keys_of_a_step(backend: str, head_dim: int, dropout: bool) -> int | None:
+def keys_of_a_step(family: str, head_dim: int, dropout: bool) -> int | None:
     """The tile of the 16-bit forward, which decides the order of sums. None where it depends on the GPU's shared memory."""
-    tiles = [t for t in _C.cuda_tiles() if t["backend"] == backend and not t["backward"] and t["dropout"] == dropout]
-    fitting = [(t["head_dim"], t["choice"], t["keys"]) for t in tiles if t["head_dim_v"] >= head_dim]
-    return min(fitting)[2] if fitting else None
+    rows = [row for row in ROWS if (row.architecture, row.stage) == (family, "forward") and row.head_dim_v >= head_dim]
+    fitting = [row for row in rows if row.options == ("kDropout" if dropout else "kPlain")]
+    if not fitting or fitting[0].competing != fitting[0].tiles:
+        return None
+    return int(fitting[0].tiles[0][2 if family == "sm80" else 1])
 
 
 @pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0 and a build for 9.0a")
@@ -269,7 +281,7 @@ def test_kernels_for_hopper_are_chosen_and_agree(head_dim: int, options: dict, m
     assert_same_bits(out, chosen)
     with flashattn_ext.use_backend("cuda-sm80"):
         other, other_lse = flashattn_ext.forward(q, k, v, return_lse=True, **options)
-    steps = {keys_of_a_step(name, head_dim, "dropout_p" in options) for name in ("cuda-sm80", "cuda-sm90")}
+    steps = {keys_of_a_step(name, head_dim, "dropout_p" in options) for name in ("sm80", "sm90")}
     if len(steps) == 2:
         assert not torch.equal(out, other)  # another order of sums
     torch.testing.assert_close(out, other, atol=2e-2, rtol=2e-2)

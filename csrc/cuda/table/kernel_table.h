@@ -5,16 +5,18 @@
 //   - ../dispatch.cuh and ../decode/: a call runs the first row that serves it (serves() in rows.h), and supports()
 //     refuses a call that no row serves;
 //   - the kernels: their tile;
-//   - `flashattn-ext bench tune`: the tiles of a row, of which the build has the first.
+//   - `flashattn-ext bench tune`: the tiles of a row that compete, of which the build has the first.
 // To add a kernel, add a row; to remove one, delete its row. rows.h explains the columns, tiles.h the sizes of a tile.
-// sources.py reads one row in each line, and a note behind it or above it.
+// sources.py reads one row in each line, and a note behind it or above it. A note that ends in a colon is that of all
+// rows below it that have none of their own.
 //
 // A class of head dims serves every call up to it, so rows are in ascending order; general kernels follow the kernels
 // that they replace. The classes above 256 follow all others: their plain kernels track the largest logit, and would
 // otherwise serve calls for which only the general kernels of smaller classes do.
 //
-// Notes are TFLOP/s on an H200 (bf16, full / causal, S = 4096 where none is named) or what decided otherwise; the logs
-// in docs/logs/ have the experiments.
+// Notes are TFLOP/s on an H200 (bf16; full / causal, S = 4096 where none is named; rows with a Mask: one document /
+// documents of a mean of 1024 tokens, both causal and S = 16384), of the first tile and of others, or what decided
+// otherwise; the logs in docs/logs/ have the experiments.
 #pragma once
 
 #include "rows.h"
@@ -28,7 +30,7 @@ constexpr sm90::BackwardOrder kApart = sm90::BackwardOrder::kApart, kApartOnce =
                               kPairs = sm90::BackwardOrder::kPairs, kThreePhases = sm90::BackwardOrder::kThreePhases;
 
 // Tiles: {warps, row tiles of a warp, keys, resident thread blocks[, stages[, warps along the columns of out]]}. Tiles
-// with warps along the columns are those for 227, 163 and 99 KB of shared memory; `bench tune` compares all others.
+// with warps along the columns are those for 227, 163 and 99 KB of shared memory: the GPU chooses, not speed.
 inline constexpr KernelRow<sm80::ForwardTile> kSm80Forward[] = {
     {k16Bit, 64,  kPlain,     kOtherGpus, 0,         {{4, 2, 64, 3}, {4, 2, 128, 2}, {8, 1, 64, 2}}},
     {k16Bit, 96,  kPlain,     kOtherGpus, kMaySpill, {{4, 2, 64, 2, 2}, {4, 2, 64, 2}, {8, 1, 64, 1}}},
@@ -52,7 +54,9 @@ inline constexpr KernelRow<sm80::ForwardTile> kSm80Forward[] = {
     {k16Bit, 384, kPlain,     kOtherGpus, kMaySpill, {{8, 4, 128, 1, 4, 8}, {8, 4, 128, 1, 2, 8}, {4, 2, 64, 1, 3, 4}}},
     // 290 / 279; computing the scores twice: 139 / 108
     {k16Bit, 512, kPlain,     kOtherGpus, kMaySpill, {{8, 4, 128, 1, 4, 8}, {8, 4, 128, 1, 2, 8}, {4, 2, 64, 1, 3, 4}}},
-    {k16Bit, 512, kGeneral,   kEveryGpu,  kMaySpill, {{2, 1, 32, 2}}},
+    {k16Bit, 512, kGeneral,   kEveryGpu,  kMaySpill, {{2, 1, 32, 2}}},  // 64 queries take 112 KB
+    // the most queries, a power of two, that fit beside 32 keys in 99 KB of shared memory, in 163 KB at 512; at 64 the
+    // most that do not spill:
     {kFp32,  64,  kPlain,     kEveryGpu,  0,         {{8, 1, 32, 1}}},
     {kFp32,  96,  kPlain,     kEveryGpu,  kMaySpill, {{4, 2, 32, 1}}},
     {kFp32,  128, kPlain,     kEveryGpu,  0,         {{4, 2, 32, 1}}},
@@ -73,9 +77,11 @@ inline constexpr KernelRow<sm80::ForwardTile> kSm80Forward[] = {
     {kFp32,  256, kGeneral,   kEveryGpu,  kMaySpill, {{2, 1, 32, 1}}},
     {kFp32,  384, kGeneral,   kEveryGpu,  kMaySpill, {{1, 1, 32, 1}}},
     {kFp32,  512, kGeneral,   kEveryGpu,  kMaySpill, {{2, 1, 32, 1}}},
+    // copies of inputs in fp8; the tiles of the rows for dropout:
     {kBf16,  64,  kFp8Scores,  kOtherGpus, kMaySpill, {{4, 2, 64, 2}}},
     {kBf16,  128, kFp8Scores,  kOtherGpus, kMaySpill, {{4, 2, 64, 2}}},
     {kBf16,  256, kFp8Scores,  kOtherGpus, kMaySpill, {{4, 1, 64, 2}}},
+    // copies of inputs in fp8; the tiles of the general rows:
     {kBf16,  64,  kFp8General, kOtherGpus, kMaySpill, {{4, 2, 64, 2}}},
     {kBf16,  128, kFp8General, kOtherGpus, kMaySpill, {{4, 2, 32, 2}}},
     {kBf16,  256, kFp8General, kOtherGpus, kMaySpill, {{4, 1, 64, 2}}},
@@ -83,15 +89,19 @@ inline constexpr KernelRow<sm80::ForwardTile> kSm80Forward[] = {
 };
 
 // Tiles: {warps, keys, queries, warps along the keys of the scores, warps along the keys of dk and dv, thread blocks
-// along the columns, stages of queries}, for 227 and for 99 KB of shared memory. The sums of dq have the layout of the
-// tile, so all rows of one element size and class have the same tiles.
+// along the columns, stages of queries}, for 227 and for 99 KB of shared memory: the GPU chooses, not speed. The sums
+// of dq have the layout of the tile, so all rows of one element size and class have the same tiles.
 inline constexpr KernelRow<sm80::BackwardTile> kSm80Backward[] = {
+    // no figures of other tiles for as much shared memory:
+    // 64 keys, two thread blocks on a multiprocessor: 253 instead of 271
     {k16Bit, 64,  kPlain,     kOtherGpus, 0,         {{4, 128, 32, 4, 4, 1, 2}, {4, 128, 32, 4, 4, 1, 2}}},
     {k16Bit, 96,  kPlain,     kOtherGpus, kMaySpill, {{8, 128, 64, 4, 4, 1, 2}, {4, 64, 32, 4, 4, 1, 2}}},
+    // 64 keys, two thread blocks on a multiprocessor: 252 instead of 272
     {k16Bit, 128, kPlain,     kOtherGpus, 0,         {{8, 128, 64, 4, 4, 1, 2}, {8, 64, 64, 4, 2, 1, 1}}},
     {k16Bit, 144, kPlain,     kOtherGpus, kMaySpill, {{6, 96, 64, 3, 2, 1, 2}, {3, 48, 32, 3, 3, 1, 2}}},
     {k16Bit, 192, kPlain,     kOtherGpus, kMaySpill, {{8, 64, 64, 4, 2, 1, 2}, {4, 64, 32, 2, 2, 1, 1}}},
     {k16Bit, 256, kPlain,     kOtherGpus, kMaySpill, {{8, 64, 64, 4, 2, 1, 2}, {4, 32, 32, 2, 1, 1, 1}}},
+    // the tiles of the plain rows of their classes:
     {k16Bit, 64,  kDropout,   kOtherGpus, 8,         {{4, 128, 32, 4, 4, 1, 2}, {4, 128, 32, 4, 4, 1, 2}}},
     {k16Bit, 96,  kDropout,   kOtherGpus, kMaySpill, {{8, 128, 64, 4, 4, 1, 2}, {4, 64, 32, 4, 4, 1, 2}}},
     {k16Bit, 128, kDropout,   kOtherGpus, 8,         {{8, 128, 64, 4, 4, 1, 2}, {8, 64, 64, 4, 2, 1, 1}}},
@@ -107,12 +117,14 @@ inline constexpr KernelRow<sm80::BackwardTile> kSm80Backward[] = {
     {k16Bit, 384, kPlain,     kOtherGpus, kMaySpill, {{8, 64, 32, 4, 2, 2, 2}, {2, 32, 16, 2, 2, 3, 1}}},
     {k16Bit, 512, kPlain,     kOtherGpus, kMaySpill, {{8, 64, 32, 4, 2, 2, 1}, {1, 16, 16, 1, 1, 4, 1}}},
     {k16Bit, 512, kGeneral,   kEveryGpu,  kMaySpill, {{8, 64, 32, 4, 2, 2, 1}, {1, 16, 16, 1, 1, 4, 1}}},
+    // no figures of other tiles for as much shared memory:
     {kFp32,  64,  kPlain,     kEveryGpu,  0,         {{8, 64, 64, 2, 2, 1, 2}, {4, 64, 32, 4, 4, 1, 2}}},
     {kFp32,  96,  kPlain,     kEveryGpu,  kMaySpill, {{3, 48, 16, 3, 3, 1, 2}, {3, 48, 16, 3, 3, 1, 2}}},
     {kFp32,  128, kPlain,     kEveryGpu,  0,         {{8, 64, 64, 2, 2, 1, 1}, {4, 32, 32, 2, 2, 1, 1}}},
     {kFp32,  144, kPlain,     kEveryGpu,  kMaySpill, {{3, 48, 16, 3, 3, 1, 2}, {3, 48, 16, 3, 3, 1, 1}}},
     {kFp32,  192, kPlain,     kEveryGpu,  kMaySpill, {{8, 64, 32, 4, 2, 1, 1}, {1, 16, 16, 1, 1, 2, 2}}},
     {kFp32,  256, kPlain,     kEveryGpu,  kMaySpill, {{4, 32, 32, 2, 1, 1, 1}, {1, 16, 16, 1, 1, 2, 1}}},
+    // the tiles of the plain rows of their classes:
     {kFp32,  64,  kDropout,   kEveryGpu,  8,         {{8, 64, 64, 2, 2, 1, 2}, {4, 64, 32, 4, 4, 1, 2}}},
     {kFp32,  96,  kDropout,   kEveryGpu,  kMaySpill, {{3, 48, 16, 3, 3, 1, 2}, {3, 48, 16, 3, 3, 1, 2}}},
     {kFp32,  128, kDropout,   kEveryGpu,  8,         {{8, 64, 64, 2, 2, 1, 1}, {4, 32, 32, 2, 2, 1, 1}}},
@@ -125,6 +137,7 @@ inline constexpr KernelRow<sm80::BackwardTile> kSm80Backward[] = {
     {kFp32,  64,  kGeneral,   kEveryGpu,  kMaySpill, {{8, 64, 64, 2, 2, 1, 2}, {4, 64, 32, 4, 4, 1, 2}}},
     {kFp32,  128, kGeneral,   kEveryGpu,  kMaySpill, {{8, 64, 64, 2, 2, 1, 1}, {4, 32, 32, 2, 2, 1, 1}}},
     {kFp32,  256, kGeneral,   kEveryGpu,  kMaySpill, {{4, 32, 32, 2, 1, 1, 1}, {1, 16, 16, 1, 1, 2, 1}}},
+    // no figures of other tiles for as much shared memory:
     {kFp32,  384, kGeneral,   kEveryGpu,  kMaySpill, {{4, 32, 32, 2, 1, 2, 1}, {1, 16, 16, 1, 1, 3, 1}}},
     {kFp32,  512, kGeneral,   kEveryGpu,  kMaySpill, {{2, 32, 16, 2, 2, 4, 1}, {1, 16, 16, 1, 1, 4, 1}}},
 };
@@ -157,9 +170,9 @@ inline constexpr KernelRow<sm90::ForwardTile> kSm90Forward[] = {
     {k16Bit, 128,        kDropout,   kHopper, 8,         {{2, 128, 3}, {3, 64, 3}, {2, 64, 4}}},
     {k16Bit, 144,        kDropout,   kHopper, kMaySpill, {{2, 64, 3}, {3, 64, 2}, {2, 64, 2}}},
     {k16Bit, 192,        kDropout,   kHopper, kMaySpill, {{2, 64, 3}, {2, 64, 2}}},
-    {k16Bit, 256,        kDropout,   kHopper, kMaySpill, {{2, 64, 2}}},
+    {k16Bit, 256,        kDropout,   kHopper, kMaySpill, {{2, 64, 2}}},  // 128 keys do not fit
     {k16Bit, 64,         kIntervals, kHopper, kMaySpill, {{3, 128, 3}, {2, 192, 2}, {2, 128, 3}}},
-    {k16Bit, 96,         kIntervals, kHopper, kMaySpill, {{3, 112, 2}, {3, 96, 2}, {2, 128, 3}}},
+    {k16Bit, 96,         kIntervals, kHopper, kMaySpill, {{3, 112, 2}, {3, 96, 2}, {2, 128, 2}}},
     {k16Bit, 128,        kIntervals, kHopper, kMaySpill, {{3, 80, 3}, {2, 160, 2}, {2, 128, 2}}},  // spills 8 bytes
     {k16Bit, 144,        kIntervals, kHopper, kMaySpill, {{3, 80, 2}, {2, 112, 2}, {2, 96, 2}}},
     {k16Bit, 192,        kIntervals, kHopper, kMaySpill, {{2, 96, 2}, {2, 112, 2}, {2, 80, 2}}},
@@ -172,27 +185,28 @@ inline constexpr KernelRow<sm90::ForwardTile> kSm90Forward[] = {
     {k16Bit, 256,        kScores,    kHopper, kMaySpill, {{2, 64, 2}, {2, 80, 2}}},
     {k16Bit, 64,         kBias,      kHopper, kMaySpill, {{3, 128, 3}, {2, 192, 2}, {2, 128, 3}}},  // spills 16 bytes
     {k16Bit, 128,        kBias,      kHopper, kMaySpill, {{2, 128, 2}, {2, 64, 3}}},
-    {k16Bit, 256,        kBias,      kHopper, kMaySpill, {{2, 64, 2}}},
+    {k16Bit, 256,        kBias,      kHopper, kMaySpill, {{2, 64, 2}}},  // 80 keys do not fit
     {k16Bit, 64,         kGeneral,   kHopper, kMaySpill, {{2, 128, 3}, {3, 64, 4}, {2, 192, 2}}},
     {k16Bit, 128,        kGeneral,   kHopper, kMaySpill, {{2, 128, 2}, {2, 64, 4}}},  // 3 x 64 spills in every step
-    {k16Bit, 256,        kGeneral,   kHopper, kMaySpill, {{2, 64, 2}}},
+    {k16Bit, 256,        kGeneral,   kHopper, kMaySpill, {{2, 64, 2}}},  // 128 keys do not fit
     // 588 / 559 (S = 8192); 128: 588 / 559; 96: 566 / 535
     {k16Bit, 384,        kPlain,     kHopper, kMaySpill, {{1, 64, 5}, {1, 128, 4}, {1, 96, 6}}},
     // 646 / 595 (S = 8192); 128: 642 / 573; 96: 594 / 554
     {k16Bit, 512,        kPlain,     kHopper, kMaySpill, {{1, 64, 4}, {1, 128, 4}, {1, 96, 6}}},
-    {k16Bit, 384,        kDropout,   kHopper, kMaySpill, {{1, 64, 5}}},
-    {k16Bit, 512,        kDropout,   kHopper, kMaySpill, {{1, 64, 4}}},
+    {k16Bit, 384,        kDropout,   kHopper, kMaySpill, {{1, 64, 5}}},  // the plain tile; not timed with dropout
+    {k16Bit, 512,        kDropout,   kHopper, kMaySpill, {{1, 64, 4}}},  // the plain tile; not timed with dropout
     // 644 / 609 (S = 8192); 3 x 128: 594 / 536
     {kE4m3,  64,         kFp8Scores,  kHopper, 112,       {{4, 128, 4, kInTurn}, {3, 128, 4, kInTurn}}},
     // 721 / 697 (S = 8192); 2 x 128: 613 / 588
     {kE4m3,  96,         kFp8Scores,  kHopper, 112,       {{3, 128, 4, kInTurn}, {2, 128, 4}}},
     // 902 / 849 (S = 8192); 2 x 128: 858 / 803; 2 x 128 in turn: 684 / 676
     {kE4m3,  128,        kFp8Scores,  kHopper, 120,       {{3, 128, 4, kInTurn}, {2, 128, 4}}},
-    {kE4m3,  192,        kFp8Scores,  kHopper, 0,         {{2, 128, 3, kInTurn}}},
-    {kE4m3,  256,        kFp8Scores,  kHopper, 0,         {{2, 128, 3, kInTurn}}},
-    {kE4m3,  64,         kFp8General, kHopper, kMaySpill, {{2, 128, 4}}},
+    {kE4m3,  192,        kFp8Scores,  kHopper, 0,         {{2, 128, 3, kInTurn}}},  // 3 x 128 spills 568 bytes
+    {kE4m3,  256,        kFp8Scores,  kHopper, 0,         {{2, 128, 3, kInTurn}}},  // 3 x 128 spills 1104 bytes
+    {kE4m3,  64,         kFp8General, kHopper, kMaySpill, {{2, 128, 4}}},  // 3 x 128 in turn spills 8 bytes; not timed
     {kE4m3,  128,        kFp8General, kHopper, kMaySpill, {{2, 128, 4}, {2, 128, 4, kInTurn}}},
-    {kE4m3,  256,        kFp8General, kHopper, kMaySpill, {{2, 128, 2, kInTurn}}},
+    {kE4m3,  256,        kFp8General, kHopper, kMaySpill, {{2, 128, 2, kInTurn}}},  // a third stage does not fit
+    // prefills widen fp8 caches; the tiles of the plain row (64), of scores and of general rows:
     {kBf16,  64,         kFp8Scores,  kHopper, kMaySpill, {{3, 128, 3}}},
     {kBf16,  128,        kFp8Scores,  kHopper, kMaySpill, {{2, 128, 3}}},
     {kBf16,  256,        kFp8Scores,  kHopper, kMaySpill, {{2, 64, 2}}},
@@ -204,6 +218,7 @@ inline constexpr KernelRow<sm90::ForwardTile> kSm90Forward[] = {
 // Invariant calls without options, and with a Mask (sm90/invariant.cuh); other invariant calls run general kernels. Tiles
 // as above. Both rows of a class have the same keys: a Mask that hides nothing of a row changes none of its bits.
 inline constexpr KernelRow<sm90::ForwardTile> kSm90Invariant[] = {
+    // the tiles of the plain rows of kSm90Forward:
     {k16Bit, 64,  kPlain,     kHopper, kMaySpill, {{3, 128, 3}}},
     {k16Bit, 128, kPlain,     kHopper, kMaySpill, {{3, 80, 3}}},
     {k16Bit, 256, kPlain,     kHopper, kMaySpill, {{2, 64, 2}}},
@@ -214,7 +229,10 @@ inline constexpr KernelRow<sm90::ForwardTile> kSm90Invariant[] = {
 
 // Some dozens of rows of a KV head (sm90/packed.cuh). Tiles as in kSm90Forward.
 inline constexpr KernelRow<sm90::ForwardTile> kSm90Packed[] = {
+    // stages of 128 KB in all, as at 128:
     {k16Bit, 64,  kPlain, kHopper, kMaySpill, {{2, 128, 4}}},
+    // 8x32x16384 / 1x32x65536, relative to a copy: 0.66 / 0.79; 3 stages: 0.68 / 0.77; 4 of 96 keys: 0.67 / 0.77; 6 of
+    // 64: 0.64 / 0.78
     {k16Bit, 128, kPlain, kHopper, kMaySpill, {{2, 128, 2}}},
     {k16Bit, 256, kPlain, kHopper, kMaySpill, {{2, 64, 2}}},
 };
@@ -233,6 +251,7 @@ inline constexpr KernelRow<sm90::BackwardTile> kSm90Backward[] = {
     {k16Bit, 128,        kPlain,     kHopper, 0,         {{128, 64, 3, 1, kApart}, {128, 64, 3, 1}, {128, 64, 2, 1, kApart}}},
     {k16Bit, 144,        kPlain,     kHopper, kMaySpill, {{128, 64, 2, 1}, {64, 64, 2, 1}, {64, 64, 3, 1}}},
     {k16Bit, {192, 128}, kPlain,     kHopper, 0,         {{128, 64, 2, 1, kThreePhases}, {64, 64, 2, 1}, {64, 64, 3, 1}}},
+    // 1.55 / 1.52 times the rate of class 192; ping-pong spills 400 bytes (C7512)
     {k16Bit, 160,        kPlain,     kHopper, 0,         {{128, 64, 2, 1, kThreePhases}}},
     {k16Bit, 192,        kPlain,     kHopper, kMaySpill, {{64, 64, 2, 1}, {64, 64, 3, 1}, {64, 64, 2, 2}}},
     // in pairs: 585 / 583 (S = 16384); 64 x 64: 525 / 522
@@ -242,7 +261,7 @@ inline constexpr KernelRow<sm90::BackwardTile> kSm90Backward[] = {
     {k16Bit, 80,         kGroups,    kHopper, 0,         {{128, 64, 3, 1, kApartOnce}}},
     {k16Bit, 96,         kGroups,    kHopper, 0,         {{128, 64, 3, 1, kApartOnce}}},
     {k16Bit, 128,        kGroups,    kHopper, 0,         {{128, 64, 3, 1, kApart}}},
-    {k16Bit, 64,         kDropout,   kHopper, 8,         {{128, 128, 2, 1}}},
+    {k16Bit, 64,         kDropout,   kHopper, 8,         {{128, 128, 2, 1}}},  // a second stage of keys does not fit
     // dq apart, one turn: 465 / 424; two turns: 462 / 423; ping-pong: 422 / 390
     {k16Bit, 96,         kDropout,   kHopper, kMaySpill, {{128, 64, 3, 1, kApartOnce}, {128, 64, 3, 1, kApart}, {128, 64, 3, 1}}},
     // dq apart: 544 / 497; ping-pong: 517 / 477
@@ -257,29 +276,35 @@ inline constexpr KernelRow<sm90::BackwardTile> kSm90Backward[] = {
     {k16Bit, 144,        kIntervals, kHopper, kMaySpill, {{64, 64, 2, 1}, {64, 64, 3, 1}, {64, 64, 2, 2}}},
     {k16Bit, 192,        kIntervals, kHopper, kMaySpill, {{64, 64, 2, 1}, {64, 64, 3, 1}, {64, 64, 2, 2}}},
     {k16Bit, 256,        kIntervals, kHopper, kMaySpill, {{64, 64, 2, 1}, {64, 64, 1, 2}}},
-    {k16Bit, 64,         kScores,    kHopper, kMaySpill, {{128, 128, 2, 1}}},
-    {k16Bit, 96,         kScores,    kHopper, kMaySpill, {{128, 64, 2, 1}}},
-    {k16Bit, 128,        kScores,    kHopper, kMaySpill, {{128, 64, 2, 1}}},
+    {k16Bit, 64,         kScores,    kHopper, kMaySpill, {{128, 128, 2, 1}}},  // a second stage of keys does not fit
+    {k16Bit, 96,         kScores,    kHopper, kMaySpill, {{128, 64, 2, 1}}},  // a third stage of queries does not fit
+    {k16Bit, 128,        kScores,    kHopper, kMaySpill, {{128, 64, 2, 1}}},  // a third stage of queries does not fit
     // also for the class 64: bias tiles of 128 queries do not fit
     {k16Bit, 128,        kBias,      kHopper, kMaySpill, {{128, 64, 2, 1}}},
+    // 315 / 305 (2x8x4096); a third stage of queries does not fit
     {k16Bit, 384,        kPlain,     kHopper, kMaySpill, {{64, 64, 2, 1}}},
+    // 360 / 342 (2x8x4096); a third stage of queries does not fit
     {k16Bit, 512,        kPlain,     kHopper, kMaySpill, {{64, 64, 2, 1}}},
 };
 
 // The backward of many short sequences (sm90/heads.cuh). Tiles as in kSm90Backward.
 inline constexpr KernelRow<sm90::BackwardTile> kSm90Heads[] = {
+    // 32x32x512 full / causal 0.428 / 0.286 ms; kSm90Backward: 0.502 / 0.421
     {k16Bit, 64,  kPlain, kHopper, 48, {{128, 128, 2, 2, kApart}}},
+    // 32x16x512 causal 0.312 ms; kSm90Backward: 0.378
     {k16Bit, 128, kPlain, kHopper, kMaySpill, {{128, 64, 2, 2, kApart}}},
 };
 
 // Forward mode (sm80/jvp.cuh): general kernels where a call has options, and in fp32. Tiles: {warps, row tiles of a warp, keys, resident thread blocks}.
 inline constexpr KernelRow<sm80::ForwardTile> kSm80Jvp[] = {
-    {k16Bit, 64,  kPlain,     kOtherGpus, kMaySpill, {{4, 2, 32, 2}}},
-    {k16Bit, 128, kPlain,     kOtherGpus, kMaySpill, {{4, 1, 64, 2}}},
+    {k16Bit, 64,  kPlain,     kOtherGpus, kMaySpill, {{4, 2, 32, 2}}},  // 311 / 290 (2x32x4096, H100)
+    {k16Bit, 128, kPlain,     kOtherGpus, kMaySpill, {{4, 1, 64, 2}}},  // 315 / 299 (2x16x4096, H100)
     {k16Bit, 256, kPlain,     kEveryGpu,  kMaySpill, {{2, 1, 32, 2}}},
+    // the tiles of the plain rows:
     {k16Bit, 64,  kGeneral,   kEveryGpu,  kMaySpill, {{4, 2, 32, 2}}},
     {k16Bit, 128, kGeneral,   kEveryGpu,  kMaySpill, {{4, 1, 64, 2}}},
     {k16Bit, 256, kGeneral,   kEveryGpu,  kMaySpill, {{2, 1, 32, 2}}},
+    // no figures of other tiles:
     {kFp32,  64,  kGeneral,   kEveryGpu,  kMaySpill, {{4, 1, 32, 2}}},
     {kFp32,  128, kGeneral,   kEveryGpu,  kMaySpill, {{2, 1, 32, 2}}},
     {kFp32,  256, kGeneral,   kEveryGpu,  kMaySpill, {{1, 1, 32, 1}}},
@@ -289,23 +314,29 @@ inline constexpr KernelRow<sm80::ForwardTile> kSm80Jvp[] = {
 inline constexpr KernelRow<sm90::ForwardTile> kSm90Jvp[] = {
     {k16Bit, 64,  kPlain, kHopper, 0, {{2, 96, 3}, {2, 64, 4}}},
     {k16Bit, 96,  kPlain, kHopper, 0, {{2, 80, 2}, {2, 64, 2}}},
-    {k16Bit, 128, kPlain, kHopper, 0, {{2, 64, 2}}},
+    {k16Bit, 128, kPlain, kHopper, 0, {{2, 64, 2}}},  // 751 / 675 (2x16x4096); 80 keys spill
 };
 
 // The backward with few queries for many keys (sm90/resident.cuh). Tiles: {packed rows, keys, stages of keys}.
 inline constexpr KernelRow<sm90::ResidentTile> kSm90Resident[] = {
+    // 8x16384 with 64 rows, relative to a copy: 0.74 (16:16 heads); the kernels for many queries: 0.49
     {k16Bit, 64,  kPlain, kHopper, 48, {{128, 64, 8}}},
+    // the same, 32:8 heads: 0.76; those of decode/: 0.55
     {k16Bit, 128, kPlain, kHopper, 20, {{128, 64, 4}}},
 };
 
 // Second derivatives (sm80/second.cuh). Tiles as in kSm80Backward.
 inline constexpr KernelRow<sm80::BackwardTile> kSm80Second[] = {
+    // 185 / 179 (2x32x4096, H100)
     {k16Bit, 64,  kPlain,     kOtherGpus, kMaySpill, {{8, 64, 64, 4, 4, 1, 1}, {8, 64, 64, 4, 4, 1, 1}}},
+    // 235 / 227 (2x16x4096, H100)
     {k16Bit, 128, kPlain,     kOtherGpus, kMaySpill, {{8, 64, 64, 4, 2, 1, 1}, {4, 32, 32, 2, 2, 1, 1}}},
     {k16Bit, 256, kPlain,     kEveryGpu,  kMaySpill, {{8, 32, 64, 2, 2, 1, 1}, {2, 16, 32, 1, 1, 1, 1}}},
+    // the tiles of the plain rows of their classes:
     {k16Bit, 64,  kGeneral,   kEveryGpu,  kMaySpill, {{8, 64, 64, 4, 4, 1, 1}, {8, 64, 64, 4, 4, 1, 1}}},
     {k16Bit, 128, kGeneral,   kEveryGpu,  kMaySpill, {{8, 64, 64, 4, 2, 1, 1}, {4, 32, 32, 2, 2, 1, 1}}},
     {k16Bit, 256, kGeneral,   kEveryGpu,  kMaySpill, {{8, 32, 64, 2, 2, 1, 1}, {2, 16, 32, 1, 1, 1, 1}}},
+    // no figures of other tiles:
     {kFp32,  64,  kGeneral,   kEveryGpu,  kMaySpill, {{4, 32, 32, 2, 2, 1, 1}, {4, 32, 32, 2, 2, 1, 1}}},
     {kFp32,  128, kGeneral,   kEveryGpu,  kMaySpill, {{4, 32, 32, 2, 2, 1, 1}, {2, 32, 16, 2, 2, 1, 1}}},
     {kFp32,  256, kGeneral,   kEveryGpu,  kMaySpill, {{2, 16, 32, 1, 1, 1, 1}, {1, 16, 16, 1, 1, 1, 1}}},
@@ -314,8 +345,8 @@ inline constexpr KernelRow<sm80::BackwardTile> kSm80Second[] = {
 // The same on Hopper. Tiles: {keys, queries, stages of queries}. With 128 keys each warpgroup has 64 of them
 // (sm90/second_apart.cuh), with 64 both have all (sm90/second.cuh).
 inline constexpr KernelRow<sm90::SecondTile> kSm90Second[] = {
-    {k16Bit, 64,  kPlain, kHopper, 0, {{128, 64, 3}}},
-    {k16Bit, 128, kPlain, kHopper, 0, {{64, 64, 2}}},
+    {k16Bit, 64,  kPlain, kHopper, 0, {{128, 64, 3}}},  // 495 / 469; 64 keys and 128 queries: 318 / 290
+    {k16Bit, 128, kPlain, kHopper, 0, {{64, 64, 2}}},  // 446 / 399 (2x16x4096); a third stage does not fit
 };
 
 // Decoding (decode/split.cuh), on every GPU. Tiles: {row tiles of a warp, warps along the rows, warps along the columns,
@@ -328,14 +359,15 @@ inline constexpr KernelRow<sm90::SecondTile> kSm90Second[] = {
 // In fp8 a warp of a tile of 32 rows has all of them up to 128 columns, so that it widens keys and values once. Rows of
 // 64 bytes reach 0.7 of the memory bandwidth of an H200, so a tile for up to 8 rows reads those of two KV heads as one.
 inline constexpr DecodeRow kDecode[] = {
+    // no figures of other tiles:
     {k16Bit, 64,  0,         {1, 1, 1, 32, 3}},
     {k16Bit, 64,  0,         {1, 2, 1, 32, 4}},
     {k16Bit, 64,  0,         {2, 2, 1, 32, 4}},
     {k16Bit, 96,  kMaySpill, {1, 1, 1, 16, 3}},
     {k16Bit, 96,  kMaySpill, {2, 2, 1, 32, 2}},
-    {k16Bit, 128, 0,         {1, 1, 1, 16, 3}},
-    {k16Bit, 128, 0,         {1, 2, 1, 16, 4}},
-    {k16Bit, 128, 0,         {2, 2, 1, 32, 2}},
+    {k16Bit, 128, 0,         {1, 1, 1, 16, 3}},  // 0.85 / 0.89; 4 stages: 0.70 / 0.89; 2 of 32 keys: 0.74 / 0.87
+    {k16Bit, 128, 0,         {1, 2, 1, 16, 4}},  // 0.81 / 0.60; 3 of 32 keys: 0.68 / 0.84; 2 row tiles, 3: 0.66 / 0.80
+    {k16Bit, 128, 0,         {2, 2, 1, 32, 2}},  // 0.70 / 0.75; 3 or 4 of 16: 0.41 / 0.45; 4 warps, 3: 0.63 / 0.64
     {k16Bit, 192, kMaySpill, {1, 1, 1, 16, 3}},
     {k16Bit, 192, kMaySpill, {1, 4, 1, 32, 2}},
     {k16Bit, 256, kMaySpill, {1, 1, 1, 16, 3}},
@@ -352,15 +384,16 @@ inline constexpr DecodeRow kDecode[] = {
     {kFp32,  256, kMaySpill, {1, 1, 1, 16, 2}},
     {kFp32,  256, kMaySpill, {1, 4, 1, 32, 2}},
     {kFp32,  512, kMaySpill, {1, 1, 2, 16, 2}},
+    // 8x32768, one query: 0.87; 3 stages of 32 keys: 0.85; one KV head: 0.65
     {kE4m3,  64,  kMaySpill, {1, 1, 1, 16, 6, 2}},
     {kE4m3,  64,  kMaySpill, {1, 1, 1, 64, 3}},
-    {kE4m3,  64,  kMaySpill, {2, 1, 1, 32, 4}},
+    {kE4m3,  64,  kMaySpill, {2, 1, 1, 32, 4}},  // 8 queries: 0.67; 3 stages of 64 keys: 0.61; 6 of 16: 0.44
     {kE4m3,  64,  kMaySpill, {2, 2, 1, 64, 4}},
-    {kE4m3,  128, kMaySpill, {1, 1, 1, 16, 6}},
-    {kE4m3,  128, kMaySpill, {2, 1, 1, 32, 3}},
+    {kE4m3,  128, kMaySpill, {1, 1, 1, 16, 6}},  // 8x16384 / 1x131072, one query: 0.87 / 0.88; 3 of 32: 0.86 / 0.85
+    {kE4m3,  128, kMaySpill, {2, 1, 1, 32, 3}},  // 8 queries: 0.82; 6 of 16: 0.70; 4 of 16: 0.68
     {kE4m3,  128, kMaySpill, {2, 2, 1, 32, 4}},
-    {kE4m3,  256, kMaySpill, {1, 1, 1, 16, 3}},
-    {kE4m3,  256, kMaySpill, {1, 2, 1, 16, 5}},
+    {kE4m3,  256, kMaySpill, {1, 1, 1, 16, 3}},  // one query: 0.84; 3 of 32, one thread block: 0.66
+    {kE4m3,  256, kMaySpill, {1, 2, 1, 16, 5}},  // 8 queries: 0.63; 6 stages: 0.49
     {kE4m3,  256, kMaySpill, {1, 4, 1, 32, 4}},
     {kE4m3,  512, kMaySpill, {1, 1, 2, 32, 2}},
 };
@@ -368,6 +401,7 @@ inline constexpr DecodeRow kDecode[] = {
 // The backward with few queries (decode/backward.cuh), on every GPU, by row tiles of 16 packed rows. On Hopper
 // kSm90Resident serves 17 packed rows and more if the rows of dk and dv are aligned.
 inline constexpr FewRowsRow kFewRowsBackward[] = {
+    // a call runs the smallest that holds its rows:
     {k16Bit, 64,  1, 0},
     {k16Bit, 64,  2, 0},
     {k16Bit, 64,  4, 0},
