@@ -299,12 +299,12 @@ class Decode {
                                              });
         });
       }
-      if (!p.has_bias() && !may_hide) continue;
+      if (!p.alibi_slopes && !p.bias.data && !may_hide) continue;
       for_bands<W>(row_count, [&](auto band, int64_t first) {
         constexpr int R = decltype(band)::value;
         Real* const scores = scratch.scores + (n * block_rows + first) * kDecodeKeys;
         if (p.alibi_slopes) add_alibi<R>(first, rows.key0, scores);
-        if (p.relative_bias || p.bias.data) add_bias<R>(first, rows, scores);
+        if (p.bias.data) add_bias<R>(first, rows, scores);
         if (may_hide && hide<R>(mask, keys, has_intervals, first, rows, scores, hidden_rows(n) + first)) {
           hides |= uint64_t{1} << n;
         }
@@ -354,7 +354,7 @@ class Decode {
     }
   }
 
-  // Adds the relative and the dense bias. As in forward.h, a bias of -inf masks a score, even a NaN or +inf.
+  // Adds the dense bias. As in forward.h, a bias of -inf masks a score, even a NaN or +inf.
   template <int R>
   void add_bias(int64_t first, const GroupRows& rows, Real* scores) const {
     alignas(64) Real bias[R * kDecodeKeys], of_row[kDecodeKeys];
@@ -368,26 +368,23 @@ class Decode {
       S::store(scores + i, BiasTile<Op>::where_hidden(added, S::set1(-kInfinity), S::load(scores + i) + added));
     }
   }
-  // log2(e) times the relative and the dense bias of a row, for a group of keys.
+  // log2(e) times the bias of a row for a group of keys; 0 for padding keys.
   FLASHATTN_SHARED void load_bias(int64_t query, int64_t head, const GroupRows& rows, Real* to) const {
     const HeadBias<Real> bias = HeadBias<Real>::of(p, batch, head);
-    const int64_t distance = rows.key0 - first_position - query;
-    for (int64_t j = 0; j < kDecodeKeys; ++j) to[j] = bias.relative ? bias.relative[bias.entry(distance + j)] : Real(0);
-    if (bias.bias) {
-      for_element_type<Op>(p.bias.dtype, [&](auto element) {
-        using Element = decltype(element);
-        const Element* const row = static_cast<const Element*>(bias.bias) + query * bias.row_stride + rows.key0;
-        // The next group of keys: hardware prefetchers do not follow as many rows.
-        constexpr int64_t kLine = 64 / static_cast<int64_t>(sizeof(Element));
-        for (int64_t j = 0; j < kDecodeKeys; j += kLine) prefetch<false>(row + kDecodeKeys + j);
-        const int64_t whole = rows.count / W * W;
-        for (int64_t j = 0; j < whole; j += W) {
-          S::store(to + j, S::load(to + j) + WideVector<Real, Element>::load(row + j));
-        }
-        for (int64_t j = whole; j < rows.count; ++j) to[j] += static_cast<Real>(widen(row[j]));
-      });
-    }
-    for (int64_t j = 0; j < kDecodeKeys; ++j) to[j] *= kLog2E<Real>;
+    for_element_type<Op>(p.bias.dtype, [&](auto element) {
+      using Element = decltype(element);
+      const Element* const row = static_cast<const Element*>(bias.bias) + query * bias.row_stride + rows.key0;
+      // The next group of keys: hardware prefetchers do not follow as many rows.
+      constexpr int64_t kLine = 64 / static_cast<int64_t>(sizeof(Element));
+      for (int64_t j = 0; j < kDecodeKeys; j += kLine) prefetch<false>(row + kDecodeKeys + j);
+      const int64_t whole = rows.count / W * W;
+      for (int64_t j = 0; j < whole; j += W) {
+        S::store(to + j, WideVector<Real, Element>::load(row + j) * S::set1(kLog2E<Real>));
+      }
+      for (int64_t j = whole; j < kDecodeKeys; ++j) {
+        to[j] = j < rows.count ? static_cast<Real>(widen(row[j])) * kLog2E<Real> : Real(0);
+      }
+    });
   }
 
   // Which keys the rows of head n of the work item do not see, in calls of hide().

@@ -125,7 +125,6 @@ def test_a_reason_is_given_exactly_where_few_queries_run_other_kernels(
         takes_centres = dtype.itemsize == 2 or device == "cpu"
         is_lacking = {
             "slopes with a gradient": takes_centres,
-            "relative bias": device != "cpu",
             "bias": device != "cpu",
         }
         expected = [NAMES[name]] if name in NAMES and is_lacking.get(name, True) else []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 import pytest
@@ -97,12 +96,10 @@ def test_a_call_without_a_cache_has_the_bits_of_one_with_it(isa: str, Sq: int) -
 
 
 BIASES = {
-    "relative": {"relative": 9},
-    "long relative": {"relative": 5000, "alibi": "batch", "softcap": 3.0},
     "of keys": {"bias": "", "causal": True},
     "of rows": {"bias": "q", "bias_dtype": torch.float32, "window_size": (700, 5)},
-    "of scores": {"bias": "bhq", "bias_hides": 0.1, "relative": 40, "sink_dtype": torch.float32},
-    "of hidden scores": {"bias": "bh", "bias_hides": 0.97, "max_logits": True},
+    "of scores": {"bias": "bhq", "bias_hides": 0.1, "alibi": "batch", "sink_dtype": torch.float32},
+    "of hidden scores": {"bias": "bh", "bias_hides": 0.97, "max_logits": True, "softcap": 3.0},
 }
 
 
@@ -116,13 +113,6 @@ def test_biases(isa: str, dtype: torch.dtype, name: str) -> None:
     for Sq, Hq, Hk, D in ((1, 8, 2, 40), (2, 3, 3, 33)):
         sizes = dict(dtype=dtype, B=2, Sq=Sq, Sk=1100, Hq=Hq, Hk=Hk, D=D, Dv=D + 5, use_lse=True)
         check(Case(**sizes, **options, needs_grad=("q", "k", "v", "bias")), "cpu")  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_relative_bias_of_packed_sequences(isa: str, dtype: torch.dtype) -> None:
-    lengths = dict(lengths_q=(2, 0, 1, 2), lengths_k=(900, 40, 3, 700))
-    case = Case(dtype=dtype, Hq=4, Hk=2, D=40, Dv=40, relative=30, causal=True, use_lse=True, **lengths)  # type: ignore[arg-type]
-    check(dataclasses.replace(case, needs_grad=("q", "k", "v")), "cpu")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
