@@ -36,9 +36,9 @@ enum ForwardArgument { kForwardRngState = kCallTensors + kCallOptions, kKeepsCen
 
 // Whether the backward needs the centres of rows (bias.h). Without them, gradients of slopes and of a relative bias are
 // inaccurate where keys are far from their rows.
-bool wants_centres(const BoxedCall& call) {
+bool keeps_centres(const BoxedCall& call) {
   const at::Tensor q = call.tensor(0);
-  if (q.element_size() != 2 && c10::DeviceTypeName(q.device().type(), true) != kDeviceOfWideCentres) return false;
+  if (!has_centres(q.element_size(), c10::DeviceTypeName(q.device().type(), true))) return false;
   for (int i = kQkv; i < kCallTensors; ++i) {
     if (!kOptions[i - kQkv].is_of_distance) continue;
     const at::Tensor bias = call.tensor(i);
@@ -64,8 +64,8 @@ void forward(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* sta
       "q: inputs of float8_e4m3fn have no derivatives, and a tensor of the call requires a gradient or has a tangent; "
       "call under torch.no_grad(), or convert q, k and v to bfloat16");
 
-  if (wanted.gradients && wants_centres(call)) call.argument(kKeepsCentres) = true;
-  const bool keeps_centres = call.argument(kKeepsCentres).toBool();
+  if (wanted.gradients && keeps_centres(call)) call.argument(kKeepsCentres) = true;
+  const bool keeps = call.argument(kKeepsCentres).toBool();
   RecordedCall recorded(call, kForwardRngState);
   decltype(new_node<AttentionBackward>({})) node;
   if (wanted.gradients) node = new_node<AttentionBackward>(recorded.inputs());
@@ -78,7 +78,7 @@ void forward(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* sta
   }
   // A node saves its results with their tangents, which are therefore set before.
   if (wanted.tangents) set_tangents(recorded);
-  if (node) std::move(recorded).save(node, {keeps_centres ? call.result(2) : at::Tensor()});
+  if (node) std::move(recorded).save(node, {keeps ? call.result(2) : at::Tensor()});
 }
 
 constexpr char kNoTangents[] =

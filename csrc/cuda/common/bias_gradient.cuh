@@ -272,7 +272,7 @@ __device__ __forceinline__ void end_head(BiasSums<kKeyTiles, kHasElements>& sums
 #pragma unroll
     for (int i = 0; i < 2 * kKeyTiles; ++i) {
       const float sum = quad_sum(sums.keys[i / 2][i % 2]);
-      ptx::add_if(lane % 4 == 0 && key + 8 * i < length_k, to + 8 * i, sum * workspace.keep_scale);
+      ptx::add_if(t() == 0 && key + 8 * i < length_k, to + 8 * i, sum * workspace.keep_scale);
     }
   }
   sums = {};

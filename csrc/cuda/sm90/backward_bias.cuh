@@ -56,7 +56,7 @@ __device__ __forceinline__ bool add_bias_panel(float (&x)[N][4], T (&bias)[kQuer
 template <class T>
 __device__ __forceinline__ void hand_over_bias_gradient(DqPart<8>& part, const float (&dscores)[8][4],
                                                         const uint32_t (&packed)[4][4], int group, bool wide) {
-  const int lane = threadIdx.x % 32, key = threadIdx.x / 32 % 4 * 16;
+  const int key = threadIdx.x / 32 % 4 * 16;
   ptx::named_barrier_sync(kDqEmpty + group, kDqThreads);
   if (wide) {
     auto& panel = reinterpret_cast<float (&)[2][64][32]>(part)[key / 32];
@@ -64,7 +64,7 @@ __device__ __forceinline__ void hand_over_bias_gradient(DqPart<8>& part, const f
     for (int n = 0; n < 8; ++n) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const int query = 2 * (lane % 4) + e % 2, column = key % 32 + lane / 4 + 8 * (e / 2);
+        const int query = 2 * t() + e % 2, column = key % 32 + g() + 8 * (e / 2);
         panel[8 * n + query][(column / 4 ^ query) * 4 + column % 4] = dscores[n][e];
       }
     }

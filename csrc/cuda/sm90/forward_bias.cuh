@@ -28,10 +28,10 @@ __device__ __forceinline__ void load_bias_tile(T (&to)[kPanels][kRows][kPanelCol
 template <class T, int N, int kPanels, int kRows>
 __device__ __forceinline__ void add_bias_tile(float (&x)[N][4], const T (&bias)[kPanels][kRows][kPanelColumns], int row,
                                               float scale) {
-  const int g = row % 8, t = threadIdx.x % 4;
+  const int swizzle = row % 8;
   const auto pair = [&](int n, int r) {
-    const T* const chunk = bias[n / 8][row + 8 * r] + ((n % 8) ^ g) * 8;
-    return *reinterpret_cast<const uint32_t*>(chunk + 2 * t);
+    const T* const chunk = bias[n / 8][row + 8 * r] + ((n % 8) ^ swizzle) * 8;
+    return *reinterpret_cast<const uint32_t*>(chunk + 2 * t());
   };
   uint32_t lowest = pair(0, 0);
 #pragma unroll
