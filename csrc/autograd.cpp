@@ -38,7 +38,7 @@ enum ForwardArgument { kForwardRngState = kCallTensors + kCallOptions, kKeepsCen
 // inaccurate where keys are far from their rows.
 bool keeps_centres(const BoxedCall& call) {
   const at::Tensor q = call.tensor(0);
-  if (!has_centres(q.element_size(), c10::DeviceTypeName(q.device().type(), true))) return false;
+  if (q.element_size() != 2 && c10::DeviceTypeName(q.device().type(), true) != kDeviceOfWideCentres) return false;
   for (int i = kQkv; i < kCallTensors; ++i) {
     if (!kOptions[i - kQkv].is_of_distance) continue;
     const at::Tensor bias = call.tensor(i);

@@ -110,8 +110,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         "The current stream of a CUDA device, and the id of its graph capture or 0.");
   m.def("eager_op", &eager_op, pybind11::arg("name"),
         "The overload `call` of an op as a function of plain arguments; it returns None if torch's parser is needed.");
-  m.def("has_centres", &has_centres, pybind11::arg("element_size"), pybind11::arg("device"),
-        "Whether forwards on a device have centres of rows (bias.h) for inputs of so many bytes.");
+  m.attr("DEVICE_OF_WIDE_CENTRES") = std::string(kDeviceOfWideCentres);
   m.def("options", &described_options,
         "The arguments of the attention ops besides q, k and v, in their order: options.def.");
   m.def("cpu_isas", &cpu_isas, "Instruction sets that the CPU backend can use here, fastest first.");

@@ -121,9 +121,6 @@ inline constexpr int kBiases = [] {
 
 // The device whose forwards have centres of rows for inputs of every size; elsewhere those of 16-bit inputs alone do.
 inline constexpr std::string_view kDeviceOfWideCentres = "cpu";
-inline bool has_centres(int64_t element_size, std::string_view device) {
-  return element_size == 2 || device == kDeviceOfWideCentres;
-}
 
 // ", Tensor? cu_seqlens_q, ...": the options that an op takes, as a part of its schema.
 inline std::string schema_of_options(Takers op) {

@@ -52,7 +52,6 @@ def supports(
 
     Args:
         layout: "bshd" or "bhsd", as in forward().
-        rng_seed: as in forward(); changes nothing.
         return_lse: as in forward(); changes nothing.
 
     Returns:
