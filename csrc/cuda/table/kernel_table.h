@@ -32,23 +32,40 @@ constexpr sm90::BackwardOrder kApart = sm90::BackwardOrder::kApart, kApartOnce =
 // Tiles: {warps, row tiles of a warp, keys, resident thread blocks[, stages[, warps along the columns of out]]}. Tiles
 // with warps along the columns are those for 227, 163 and 99 KB of shared memory: the GPU chooses, not speed.
 inline constexpr KernelRow<sm80::ForwardTile> kSm80Forward[] = {
+    // 331 / 313; 4 x 2, 128 keys: 342 / 321; 8 x 1, 64 keys: 276 / 264
     {k16Bit, 64,  kPlain,     kOtherGpus, 0,         {{4, 2, 64, 3}, {4, 2, 128, 2}, {8, 1, 64, 2}}},
+    // 315 / 313; 4 x 2, 64 keys, 1 stage: 319 / 316; 8 x 1, 64 keys: 240 / 230
     {k16Bit, 96,  kPlain,     kOtherGpus, kMaySpill, {{4, 2, 64, 2, 2}, {4, 2, 64, 2}, {8, 1, 64, 1}}},
+    // 383 / 365; 4 x 2, 32 keys: 327 / 308; 8 x 1, 64 keys: 282 / 269
     {k16Bit, 128, kPlain,     kOtherGpus, 0,         {{4, 2, 64, 2}, {4, 2, 32, 2}, {8, 1, 64, 1}}},
+    // 315 / 302; 4 x 2, 32 keys: 314 / 302; 8 x 1, 64 keys: 203 / 198
     {k16Bit, 144, kPlain,     kOtherGpus, kMaySpill, {{4, 2, 64, 2}, {4, 2, 32, 2}, {8, 1, 64, 1}}},
+    // 316 / 305; 4 x 1, 32 keys: 257 / 252; 8 x 1, 32 keys: 236 / 226
     {k16Bit, 192, kPlain,     kOtherGpus, kMaySpill, {{4, 1, 64, 2}, {4, 1, 32, 2}, {8, 1, 32, 1}}},
+    // 337 / 328; 4 x 1, 32 keys: 298 / 293; 8 x 1, 32 keys: 269 / 262
     {k16Bit, 256, kPlain,     kOtherGpus, kMaySpill, {{4, 1, 64, 2}, {4, 1, 32, 2}, {8, 1, 32, 1}}},
+    // 246 / 237; 4 x 2, 32 keys: 174 / 174; 8 x 1, 64 keys: 225 / 216
     {k16Bit, 64,  kDropout,   kOtherGpus, 8,         {{4, 2, 64, 2}, {4, 2, 32, 2}, {8, 1, 64, 2}}},
+    // 273 / 271; 4 x 2, 32 keys: 215 / 213; 8 x 1, 64 keys: 213 / 204
     {k16Bit, 96,  kDropout,   kOtherGpus, kMaySpill, {{4, 2, 64, 2, 2}, {4, 2, 32, 2}, {8, 1, 64, 1}}},
+    // 264 / 251; 4 x 2, 32 keys: 264 / 249; 8 x 1, 64 keys: 183 / 177
     {k16Bit, 128, kDropout,   kOtherGpus, 8,         {{4, 2, 64, 2}, {4, 2, 32, 2}, {8, 1, 64, 1}}},
+    // 271 / 258; 4 x 2, 32 keys: 271 / 258; 8 x 1, 64 keys: 194 / 188
     {k16Bit, 144, kDropout,   kOtherGpus, kMaySpill, {{4, 2, 64, 2}, {4, 2, 32, 2}, {8, 1, 64, 1}}},
+    // 293 / 284; 4 x 1, 32 keys: 235 / 232; 8 x 1, 32 keys: 224 / 215
     {k16Bit, 192, kDropout,   kOtherGpus, kMaySpill, {{4, 1, 64, 2}, {4, 1, 32, 2}, {8, 1, 32, 1}}},
+    // 327 / 318; 4 x 1, 32 keys: 281 / 274; 8 x 1, 32 keys: 262 / 254
     {k16Bit, 256, kDropout,   kOtherGpus, kMaySpill, {{4, 1, 64, 2}, {4, 1, 32, 2}, {8, 1, 32, 1}}},
+    // 292 / 193; 4 x 2, 128 keys: 311 / 191; 8 x 1, 64 keys: 252 / 173
     {k16Bit, 64,  kIntervals, kOtherGpus, kMaySpill, {{4, 2, 64, 3}, {4, 2, 128, 2}, {8, 1, 64, 2}}},
+    // 363 / 244; 4 x 2, 32 keys: 287 / 206; 8 x 1, 64 keys: 254 / 177
     {k16Bit, 128, kIntervals, kOtherGpus, kMaySpill, {{4, 2, 64, 2}, {4, 2, 32, 2}, {8, 1, 64, 1}}},
+    // 344 / 245; 4 x 1, 32 keys: 272 / 207; 8 x 1, 32 keys: 252 / 183
     {k16Bit, 256, kIntervals, kOtherGpus, kMaySpill, {{4, 1, 64, 2}, {4, 1, 32, 2}, {8, 1, 32, 1}}},
+    // 148 / 108; 4 x 2, 32 keys: 115 / 88; 8 x 1, 64 keys: 157 / 115
     {k16Bit, 64,  kGeneral,   kOtherGpus, kMaySpill, {{4, 2, 64, 2}, {4, 2, 32, 2}, {8, 1, 64, 2}}},
     {k16Bit, 128, kGeneral,   kOtherGpus, kMaySpill, {{4, 2, 32, 2}}},  // 64 keys spill
+    // 232 / 187; 4 x 1, 32 keys: 214 / 168; 8 x 1, 32 keys: 187 / 141
     {k16Bit, 256, kGeneral,   kOtherGpus, kMaySpill, {{4, 1, 64, 2}, {4, 1, 32, 2}, {8, 1, 32, 1}}},
     // 274 / 259; computing the scores twice: 167 / 151
     {k16Bit, 384, kPlain,     kOtherGpus, kMaySpill, {{8, 4, 128, 1, 4, 8}, {8, 4, 128, 1, 2, 8}, {4, 2, 64, 1, 3, 4}}},
@@ -154,7 +171,7 @@ inline constexpr KernelRow<sm90::ForwardTile> kSm90Forward[] = {
     {k16Bit, 96,         kPlain,     kHopper, kMaySpill, {{3, 112, 2}, {3, 96, 2}, {2, 128, 3}}},
     // 717 / 645; 2 x 128: 696 / 629; 2 x 160: 699 / 626
     {k16Bit, 128,        kPlain,     kHopper, 0,         {{3, 80, 3}, {2, 128, 3}, {2, 160, 2}}},
-    // 700 / 645; 2 x 112: 676 / 611; 2 x 96: 667 / 609
+    // 700 / 645; 2 x 112: 676 / 611; 2 x 96: 667 / 609; class 160: 0.92 / 0.89 of the rate
     {k16Bit, 144,        kPlain,     kHopper, kMaySpill, {{3, 80, 2}, {2, 112, 2}, {2, 96, 2}}},
     // 743 / 695 (S = 8192); 2 x 128: 705 / 694; 2 x 112: 685 / 675
     {k16Bit, {192, 128}, kPlain,     kHopper, 0,         {{3, 80, 3}, {2, 128, 2}, {2, 112, 2}}},
@@ -165,29 +182,44 @@ inline constexpr KernelRow<sm90::ForwardTile> kSm90Forward[] = {
     {k16Bit, 256,        kPlain,     kHopper, kMaySpill, {{2, 64, 2}, {2, 80, 2}}},  // 799 / 688; 2 x 80: 765 / 664
     // 364 / 343; 3 x 128: 354 / 333 (spills 8 bytes)
     {k16Bit, 64,         kDropout,   kHopper, 8,         {{2, 128, 3}, {3, 64, 4}, {2, 192, 2}}},
+    // 459 / 432; 2 x 128: 445 / 422; 2 x 64: 422 / 406
     {k16Bit, 96,         kDropout,   kHopper, kMaySpill, {{3, 64, 4}, {2, 128, 2}, {2, 64, 4}}},
     // 533 / 504; 3 x 64: 508 / 477
     {k16Bit, 128,        kDropout,   kHopper, 8,         {{2, 128, 3}, {3, 64, 3}, {2, 64, 4}}},
+    // 516 / 494; 3 x 64: 518 / 494; 2 x 64, 2 stages: 513 / 484
     {k16Bit, 144,        kDropout,   kHopper, kMaySpill, {{2, 64, 3}, {3, 64, 2}, {2, 64, 2}}},
+    // 601 / 567; 2 x 64, 2 stages: 599 / 552
     {k16Bit, 192,        kDropout,   kHopper, kMaySpill, {{2, 64, 3}, {2, 64, 2}}},
     {k16Bit, 256,        kDropout,   kHopper, kMaySpill, {{2, 64, 2}}},  // 128 keys do not fit
+    // 554 / 326; 2 x 192: 475 / 252; 2 x 128: 444 / 276
     {k16Bit, 64,         kIntervals, kHopper, kMaySpill, {{3, 128, 3}, {2, 192, 2}, {2, 128, 3}}},
+    // 658 / 353; 3 x 96: 642 / 355; 2 x 128: 586 / 332
     {k16Bit, 96,         kIntervals, kHopper, kMaySpill, {{3, 112, 2}, {3, 96, 2}, {2, 128, 2}}},
-    {k16Bit, 128,        kIntervals, kHopper, kMaySpill, {{3, 80, 3}, {2, 160, 2}, {2, 128, 2}}},  // spills 8 bytes
+    // 733 / 477 (spills 8 bytes); 2 x 160: 705 / 413; 2 x 128: 701 / 426
+    {k16Bit, 128,        kIntervals, kHopper, kMaySpill, {{3, 80, 3}, {2, 160, 2}, {2, 128, 2}}},
+    // 749 / 458; 2 x 112: 692 / 409; 2 x 96: 685 / 415
     {k16Bit, 144,        kIntervals, kHopper, kMaySpill, {{3, 80, 2}, {2, 112, 2}, {2, 96, 2}}},
+    // 794 / 484; 2 x 112: 804 / 475; 2 x 80: 770 / 480
     {k16Bit, 192,        kIntervals, kHopper, kMaySpill, {{2, 96, 2}, {2, 112, 2}, {2, 80, 2}}},
-    {k16Bit, 256,        kIntervals, kHopper, kMaySpill, {{2, 64, 2}, {2, 80, 2}}},
-    {k16Bit, 64,         kScores,    kHopper, kMaySpill, {{3, 96, 3}, {2, 160, 3}, {2, 128, 3}}},  // spills 8 bytes
+    {k16Bit, 256,        kIntervals, kHopper, kMaySpill, {{2, 64, 2}, {2, 80, 2}}},  // 818 / 480; 2 x 80: 820 / 499
+    // 321 / 307 (spills 8 bytes); 2 x 160: 305 / 291; 2 x 128: 305 / 289
+    {k16Bit, 64,         kScores,    kHopper, kMaySpill, {{3, 96, 3}, {2, 160, 3}, {2, 128, 3}}},
+    // 437 / 417; 3 x 96: 445 / 420; 3 x 112: 467 / 430
     {k16Bit, 96,         kScores,    kHopper, kMaySpill, {{2, 128, 3}, {3, 96, 2}, {3, 112, 2}}},
+    // 528 / 500; 3 x 80: 542 / 500; 2 x 160: 513 / 483
     {k16Bit, 128,        kScores,    kHopper, kMaySpill, {{2, 128, 3}, {3, 80, 3}, {2, 160, 2}}},
-    {k16Bit, 144,        kScores,    kHopper, kMaySpill, {{2, 112, 2}, {2, 96, 2}}},
+    {k16Bit, 144,        kScores,    kHopper, kMaySpill, {{2, 112, 2}, {2, 96, 2}}},  // 538 / 506; 2 x 96: 538 / 506
+    // 634 / 592; 2 x 112: 638 / 577; 2 x 80: 628 / 570
     {k16Bit, 192,        kScores,    kHopper, kMaySpill, {{2, 96, 2}, {2, 112, 2}, {2, 80, 2}}},
-    {k16Bit, 256,        kScores,    kHopper, kMaySpill, {{2, 64, 2}, {2, 80, 2}}},
-    {k16Bit, 64,         kBias,      kHopper, kMaySpill, {{3, 128, 3}, {2, 192, 2}, {2, 128, 3}}},  // spills 16 bytes
-    {k16Bit, 128,        kBias,      kHopper, kMaySpill, {{2, 128, 2}, {2, 64, 3}}},
+    {k16Bit, 256,        kScores,    kHopper, kMaySpill, {{2, 64, 2}, {2, 80, 2}}},  // 681 / 629; 2 x 80: 704 / 624
+    // 387 / 359 (spills 16 bytes); 2 x 192: 329 / 320; 2 x 128: 324 / 309
+    {k16Bit, 64,         kBias,      kHopper, kMaySpill, {{3, 128, 3}, {2, 192, 2}, {2, 128, 3}}},
+    {k16Bit, 128,        kBias,      kHopper, kMaySpill, {{2, 128, 2}, {2, 64, 3}}},  // 567 / 529; 2 x 64: 500 / 471
     {k16Bit, 256,        kBias,      kHopper, kMaySpill, {{2, 64, 2}}},  // 80 keys do not fit
+    // 256 / 165; 3 x 64: 272 / 180; 2 x 192: 249 / 145
     {k16Bit, 64,         kGeneral,   kHopper, kMaySpill, {{2, 128, 3}, {3, 64, 4}, {2, 192, 2}}},
-    {k16Bit, 128,        kGeneral,   kHopper, kMaySpill, {{2, 128, 2}, {2, 64, 4}}},  // 3 x 64 spills in every step
+    // 469 / 286; 2 x 64: 400 / 280; 3 x 64 spills in every step
+    {k16Bit, 128,        kGeneral,   kHopper, kMaySpill, {{2, 128, 2}, {2, 64, 4}}},
     {k16Bit, 256,        kGeneral,   kHopper, kMaySpill, {{2, 64, 2}}},  // 128 keys do not fit
     // 588 / 559 (S = 8192); 128: 588 / 559; 96: 566 / 535
     {k16Bit, 384,        kPlain,     kHopper, kMaySpill, {{1, 64, 5}, {1, 128, 4}, {1, 96, 6}}},
@@ -204,6 +236,7 @@ inline constexpr KernelRow<sm90::ForwardTile> kSm90Forward[] = {
     {kE4m3,  192,        kFp8Scores,  kHopper, 0,         {{2, 128, 3, kInTurn}}},  // 3 x 128 spills 568 bytes
     {kE4m3,  256,        kFp8Scores,  kHopper, 0,         {{2, 128, 3, kInTurn}}},  // 3 x 128 spills 1104 bytes
     {kE4m3,  64,         kFp8General, kHopper, kMaySpill, {{2, 128, 4}}},  // 3 x 128 in turn spills 8 bytes; not timed
+    // 766 / 376; 2 x 128 in turn: 707 / 395
     {kE4m3,  128,        kFp8General, kHopper, kMaySpill, {{2, 128, 4}, {2, 128, 4, kInTurn}}},
     {kE4m3,  256,        kFp8General, kHopper, kMaySpill, {{2, 128, 2, kInTurn}}},  // a third stage does not fit
     // prefills widen fp8 caches; the tiles of the plain row (64), of scores and of general rows:
@@ -242,6 +275,7 @@ inline constexpr KernelRow<sm90::ForwardTile> kSm90Packed[] = {
 // with scores above 128, run the general rows of kSm80Backward: in such a kernel for Hopper ptxas serialises wgmma
 // (C7510), and it took 1.35 times the time.
 inline constexpr KernelRow<sm90::BackwardTile> kSm90Backward[] = {
+    // 559 / 488; 1 stage of keys: 557 / 495
     {k16Bit, 64,         kPlain,     kHopper, 0,         {{128, 128, 2, 2}, {128, 128, 2, 1}}},
     // dq apart, one turn: 527 / 466; two turns: 504 / 450; ping-pong: 450 / 405
     {k16Bit, 80,         kPlain,     kHopper, 0,         {{128, 64, 3, 1, kApartOnce}, {128, 64, 3, 1, kApart}, {128, 64, 3, 1}}},
@@ -249,10 +283,13 @@ inline constexpr KernelRow<sm90::BackwardTile> kSm90Backward[] = {
     {k16Bit, 96,         kPlain,     kHopper, 0,         {{128, 64, 3, 1, kApartOnce}, {128, 64, 3, 1, kApart}, {128, 64, 3, 1}}},
     // dq apart: 644 / 575; both warpgroups in step, dq in between: 599 / 545
     {k16Bit, 128,        kPlain,     kHopper, 0,         {{128, 64, 3, 1, kApart}, {128, 64, 3, 1}, {128, 64, 2, 1, kApart}}},
+    // 518 / 502; 64 keys: 427 / 390; 64 keys, 3 stages: 450 / 409; class 160: 1.06 / 1.02 times the rate
     {k16Bit, 144,        kPlain,     kHopper, kMaySpill, {{128, 64, 2, 1}, {64, 64, 2, 1}, {64, 64, 3, 1}}},
+    // 606 / 541; 64 keys: 432 / 410; 64 keys, 3 stages: 428 / 407
     {k16Bit, {192, 128}, kPlain,     kHopper, 0,         {{128, 64, 2, 1, kThreePhases}, {64, 64, 2, 1}, {64, 64, 3, 1}}},
     // 1.55 / 1.52 times the rate of class 192; ping-pong spills 400 bytes (C7512)
     {k16Bit, 160,        kPlain,     kHopper, 0,         {{128, 64, 2, 1, kThreePhases}}},
+    // 474 / 428; 3 stages: 468 / 441; 2 stages of keys: 467 / 443
     {k16Bit, 192,        kPlain,     kHopper, kMaySpill, {{64, 64, 2, 1}, {64, 64, 3, 1}, {64, 64, 2, 2}}},
     // in pairs: 585 / 583 (S = 16384); 64 x 64: 525 / 522
     {k16Bit, 256,        kPlain,     kHopper, kMaySpill, {{128, 64, 2, 1, kPairs}, {64, 64, 2, 1}, {64, 64, 1, 2}}},
@@ -266,15 +303,24 @@ inline constexpr KernelRow<sm90::BackwardTile> kSm90Backward[] = {
     {k16Bit, 96,         kDropout,   kHopper, kMaySpill, {{128, 64, 3, 1, kApartOnce}, {128, 64, 3, 1, kApart}, {128, 64, 3, 1}}},
     // dq apart: 544 / 497; ping-pong: 517 / 477
     {k16Bit, 128,        kDropout,   kHopper, 8,         {{128, 64, 3, 1, kApart}, {128, 64, 3, 1}, {128, 64, 2, 1}}},
+    // 438 / 428; 64 keys: 360 / 340; 64 keys, 3 stages: 360 / 340
     {k16Bit, 144,        kDropout,   kHopper, kMaySpill, {{128, 64, 2, 1}, {64, 64, 2, 1}, {64, 64, 3, 1}}},
+    // 422 / 389; 3 stages: 421 / 399; 2 stages of keys: 408 / 391
     {k16Bit, 192,        kDropout,   kHopper, kMaySpill, {{64, 64, 2, 1}, {64, 64, 3, 1}, {64, 64, 2, 2}}},
+    // 447 / 409; 1 stage, 2 stages of keys: 357 / 344
     {k16Bit, 256,        kDropout,   kHopper, kMaySpill, {{64, 64, 2, 1}, {64, 64, 1, 2}}},
+    // 510 / 271; 1 stage of keys: 508 / 270
     {k16Bit, 64,         kIntervals, kHopper, kMaySpill, {{128, 128, 2, 2}, {128, 128, 2, 1}}},
+    // 510 / 267; 2 stages: 494 / 245
     {k16Bit, 96,         kIntervals, kHopper, kMaySpill, {{128, 64, 3, 1}, {128, 64, 2, 1}}},
+    // 593 / 347; 2 stages: 595 / 329
     {k16Bit, 128,        kIntervals, kHopper, kMaySpill, {{128, 64, 3, 1}, {128, 64, 2, 1}}},
-    // with 128 keys no room for the inspected stages of dout
+    // 393 / 216; 3 stages: 434 / 227; 2 stages of keys: 389 / 216; with 128 keys no room for the inspected stages of
+    // dout
     {k16Bit, 144,        kIntervals, kHopper, kMaySpill, {{64, 64, 2, 1}, {64, 64, 3, 1}, {64, 64, 2, 2}}},
+    // 445 / 239; 3 stages: 459 / 245; 2 stages of keys: 443 / 238
     {k16Bit, 192,        kIntervals, kHopper, kMaySpill, {{64, 64, 2, 1}, {64, 64, 3, 1}, {64, 64, 2, 2}}},
+    // 469 / 257; 1 stage, 2 stages of keys: 337 / 202
     {k16Bit, 256,        kIntervals, kHopper, kMaySpill, {{64, 64, 2, 1}, {64, 64, 1, 2}}},
     {k16Bit, 64,         kScores,    kHopper, kMaySpill, {{128, 128, 2, 1}}},  // a second stage of keys does not fit
     {k16Bit, 96,         kScores,    kHopper, kMaySpill, {{128, 64, 2, 1}}},  // a third stage of queries does not fit
@@ -297,6 +343,7 @@ inline constexpr KernelRow<sm90::BackwardTile> kSm90Heads[] = {
 
 // Forward mode (sm80/jvp.cuh): general kernels where a call has options, and in fp32. Tiles: {warps, row tiles of a warp, keys, resident thread blocks}.
 inline constexpr KernelRow<sm80::ForwardTile> kSm80Jvp[] = {
+    // no figures of other tiles:
     {k16Bit, 64,  kPlain,     kOtherGpus, kMaySpill, {{4, 2, 32, 2}}},  // 311 / 290 (2x32x4096, H100)
     {k16Bit, 128, kPlain,     kOtherGpus, kMaySpill, {{4, 1, 64, 2}}},  // 315 / 299 (2x16x4096, H100)
     {k16Bit, 256, kPlain,     kEveryGpu,  kMaySpill, {{2, 1, 32, 2}}},
@@ -312,8 +359,8 @@ inline constexpr KernelRow<sm80::ForwardTile> kSm80Jvp[] = {
 
 // The same on Hopper (sm90/jvp.cuh). Tiles as in kSm90Forward, with the tangents of keys and values in each stage.
 inline constexpr KernelRow<sm90::ForwardTile> kSm90Jvp[] = {
-    {k16Bit, 64,  kPlain, kHopper, 0, {{2, 96, 3}, {2, 64, 4}}},
-    {k16Bit, 96,  kPlain, kHopper, 0, {{2, 80, 2}, {2, 64, 2}}},
+    {k16Bit, 64,  kPlain, kHopper, 0, {{2, 96, 3}, {2, 64, 4}}},  // 644 / 584; 2 x 64: 641 / 584
+    {k16Bit, 96,  kPlain, kHopper, 0, {{2, 80, 2}, {2, 64, 2}}},  // 685 / 630; 2 x 64: 693 / 593
     {k16Bit, 128, kPlain, kHopper, 0, {{2, 64, 2}}},  // 751 / 675 (2x16x4096); 80 keys spill
 };
 
@@ -327,6 +374,7 @@ inline constexpr KernelRow<sm90::ResidentTile> kSm90Resident[] = {
 
 // Second derivatives (sm80/second.cuh). Tiles as in kSm80Backward.
 inline constexpr KernelRow<sm80::BackwardTile> kSm80Second[] = {
+    // no figures of other tiles:
     // 185 / 179 (2x32x4096, H100)
     {k16Bit, 64,  kPlain,     kOtherGpus, kMaySpill, {{8, 64, 64, 4, 4, 1, 1}, {8, 64, 64, 4, 4, 1, 1}}},
     // 235 / 227 (2x16x4096, H100)
