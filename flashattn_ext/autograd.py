@@ -34,7 +34,8 @@ class FlashAttentionFunction(torch.autograd.Function):
     """Attention as a torch.autograd.Function, for code that needs one: apply(*tensors, rng_seed, options, return_max_logits).
 
     flashattn_ext.forward and varlen_forward compute the same bits and are faster, because their autograd node is written in C++
-    (csrc/autograd.cpp). This class calls the same ops, torch.ops.flashattn_ext.forward, backward and jvp; torch.compile and the
+    (csrc/autograd.cpp). One kind of call differs: for few queries with alibi_slopes they run the kernels of decoding, which sum in
+    another order, unless the slopes need a gradient; here they are taken to need one. This class calls the same ops, torch.ops.flashattn_ext.forward, backward and jvp; torch.compile and the
     transforms of torch.func trace it, and it has the derivatives of docs/derivatives.md.
 
     apply returns (out, lse, max_logits, centres, rng_state). out, lse and max_logits are as in forward; max_logits is empty
