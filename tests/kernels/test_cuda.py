@@ -21,17 +21,31 @@ import sources
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 PATHS = [name.removeprefix("cuda-") for name in flashattn_ext.build_info()["backends"] if name.startswith("cuda-")]
 HOPPER = "cuda-sm90" in flashattn_ext.build_info()["backends"] and torch.cuda.get_device_capability() == (9, 0)
-# The kernels of both directions that calls without options and with dropout run. `bench tune` compares the results of other tiles with these.
-ROWS = [
-    row
-    for row in sources.table()
-    if row.stage in ("forward", "backward") and "bf16" in row.dtypes and row.options in ("kPlain", "kDropout")
-]
+OPTIONS = sources.option_bits()
+
+
+def row_of(family: str, stage: str, D: int, Dv: int, dropout: bool) -> sources.Row | None:
+    """The row of the table that a call without other options runs."""
+    allowed = [
+        name
+        for name, bits in OPTIONS.items()
+        if bits <= OPTIONS["kGeneral"] and (bits & OPTIONS["kDropout"] or not dropout)
+    ]
+    rows = [
+        row for row in sources.table() if (row.architecture, row.stage) == (family, stage) and row.options in allowed
+    ]
+    fitting = (row for row in rows if "bf16" in row.dtypes and row.head_dim >= D and row.head_dim_v >= Dv)
+    return next(fitting, None)
+
+
+# The kernels of both directions that such calls run. `bench tune` compares the results of other tiles with these.
 TILES = sorted(
     {
-        (f"cuda-{row.architecture}", row.head_dim, row.head_dim_v, row.options == "kDropout")
-        for row in ROWS
-        if HOPPER or row.architecture != "sm90"
+        (f"cuda-{row.architecture}", row.head_dim, row.head_dim_v, dropout)
+        for row in sources.table()
+        for dropout in (False, True)
+        if row.stage in ("forward", "backward") and (HOPPER or row.architecture != "sm90")
+        if row_of(row.architecture, row.stage, row.head_dim, row.head_dim_v, dropout) is row
     }
 )
 
@@ -262,11 +276,10 @@ def test_more_than_two_to_the_31_elements(H: int, D: int, deterministic: bool, a
 
 def keys_of_a_step(family: str, head_dim: int, dropout: bool) -> int | None:
     """The tile of the 16-bit forward, which decides the order of sums. None where it depends on the GPU's shared memory."""
-    rows = [row for row in ROWS if (row.architecture, row.stage) == (family, "forward") and row.head_dim_v >= head_dim]
-    fitting = [row for row in rows if row.options == ("kDropout" if dropout else "kPlain")]
-    if not fitting or fitting[0].competing != fitting[0].tiles:
+    row = row_of(family, "forward", head_dim, head_dim, dropout)
+    if row is None or row.competing != row.tiles:
         return None
-    return int(fitting[0].tiles[0][2 if family == "sm80" else 1])
+    return int(row.tiles[0][2 if family == "sm80" else 1])
 
 
 @pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0 and a build for 9.0a")
