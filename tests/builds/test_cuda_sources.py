@@ -188,6 +188,12 @@ def test_gradients_of_one_class_have_one_layout() -> None:
         assert tiles and all(len(its) == 1 for its in tiles.values())
 
 
+def test_every_row_says_what_chose_its_tile() -> None:
+    """In a note of its own, with the rates where speed decided, or in that of its group."""
+    assert not [row for row in ROWS if not row.note and not row.group]
+    assert not [row for row in ROWS if len(row.competing) > 1 and not re.search(r"\d+ / \d+", row.note)]
+
+
 def test_a_note_that_ends_in_a_colon_is_for_the_rows_below(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def row(head_dim: int) -> str:
         return f"    {{k16Bit, {head_dim}, kPlain, kHopper, 0, {{{{64, 64, 2, 1}}}}}},"

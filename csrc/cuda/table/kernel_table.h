@@ -293,7 +293,7 @@ inline constexpr KernelRow<sm90::BackwardTile> kSm90Backward[] = {
     {k16Bit, 192,        kPlain,     kHopper, kMaySpill, {{64, 64, 2, 1}, {64, 64, 3, 1}, {64, 64, 2, 2}}},
     // in pairs: 585 / 583 (S = 16384); 64 x 64: 525 / 522
     {k16Bit, 256,        kPlain,     kHopper, kMaySpill, {{128, 64, 2, 1, kPairs}, {64, 64, 2, 1}, {64, 64, 1, 2}}},
-    // grouped heads for which adds_over_groups() in sm90/dispatch.cu holds
+    // grouped heads for which adds_over_groups() in sm90/dispatch.cu holds; the tiles of the plain rows:
     {k16Bit, 64,         kGroups,    kHopper, 0,         {{128, 128, 2, 2}}},
     {k16Bit, 80,         kGroups,    kHopper, 0,         {{128, 64, 3, 1, kApartOnce}}},
     {k16Bit, 96,         kGroups,    kHopper, 0,         {{128, 64, 3, 1, kApartOnce}}},
