@@ -86,19 +86,22 @@ __global__ void __launch_bounds__(kSinkThreads)
   if (threadIdx.x == 0) static_cast<float*>(p.dsink)[h] = static_cast<float>(part[0] * workspace.keep_scale);
 }
 
+// The host functions that launch kernels of this header are static, as the stubs of the kernels are: a source calls the
+// kernels that it has compiled. Of a function with external linkage the linker would keep one of all sources, some of
+// which are compiled for other architectures alone, where sums have another order (ptx/memory.cuh).
 template <class Params, class Term>
-void launch_dsink(const Params& p, const BackwardWorkspace& workspace, const char* stage, Term term) {
+static void launch_dsink(const Params& p, const BackwardWorkspace& workspace, const char* stage, Term term) {
   if (!p.dsink) return;
   launch(dsink_kernel<Params, Term>, stage, p, p.heads_q, kSinkThreads, 0, workspace, term);
 }
 // The gradients of the sinks of the ordinary backward.
-inline void launch_dsink(const AttnGradParams& p, const BackwardWorkspace& workspace) {
+static inline void launch_dsink(const AttnGradParams& p, const BackwardWorkspace& workspace) {
   launch_dsink(p, workspace, "backward_finish (sink)", DeltaOfRow());
 }
 
 // dq alone.
 template <class Layout>
-void launch_dq_finish(const AttnGradParams& p, const BackwardWorkspace& workspace) {
+static void launch_dq_finish(const AttnGradParams& p, const BackwardWorkspace& workspace) {
   const int64_t blocks = tile_count(p.seqlen_q, Layout::kQueries);
   launch_early(dq_finish_kernel<Layout>, "backward_finish", p,
                row_of_blocks(blocks * p.batch * p.heads_q, "backward_finish", p), Layout::kThreads,
@@ -108,7 +111,7 @@ void launch_dq_finish(const AttnGradParams& p, const BackwardWorkspace& workspac
 }
 
 template <class Layout>
-void launch_finish(const AttnGradParams& p, const BackwardWorkspace& workspace) {
+static void launch_finish(const AttnGradParams& p, const BackwardWorkspace& workspace) {
   launch_dq_finish<Layout>(p, workspace);
   launch_dsink(p, workspace);
 }

@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(kPrepareThreads)
 }
 
 template <class T>
-void launch_prepare(const AttnGradParams& p, const BackwardWorkspace& workspace) {
+static void launch_prepare(const AttnGradParams& p, const BackwardWorkspace& workspace) {
   const int lanes = prepare_lanes<T>(p.head_dim_v);
   const bool whole = rows_are_aligned(p.out, p.head_dim_v, sizeof(T));
   const auto kernel = whole ? backward_prepare_kernel<T, true> : backward_prepare_kernel<T, false>;

@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(kBiasFinishThreads)
 inline void finish_biases(const AttnGradParams&, const BackwardWorkspace&) {}  // the call has no biases
 inline void finish_biases(const AttnGradParams&, const GroupedWorkspace&) {}
 template <class Workspace>
-void finish_biases(const AttnGradParams& p, const Workspace& workspace) {
+static void finish_biases(const AttnGradParams& p, const Workspace& workspace) {
   if (!workspace.sums) return;
   const int entries = p.alibi_slopes && p.alibi_batch_stride != 0 ? static_cast<int>(p.batch) : 1;
   launch(bias_finish_kernel<Workspace>, "backward_finish (biases)", p, p.heads_q * entries, kBiasFinishThreads, 0,

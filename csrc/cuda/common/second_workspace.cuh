@@ -20,7 +20,7 @@ struct SecondWorkspace : Base {
 
 // delta and lse of every row, and r: the delta of a call that has tout in the place of out, and no dlse.
 template <class T, class Workspace>
-void prepare_second(const SecondParams& p, const Workspace& workspace) {
+static void prepare_second(const SecondParams& p, const Workspace& workspace) {
   launch_prepare<T>(p, workspace);
   AttnGradParams of_tangents = p;
   of_tangents.out = p.tangents.out;

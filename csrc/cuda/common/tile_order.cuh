@@ -23,11 +23,13 @@ struct TileOrder {
     int head, block;
   };
   __device__ __forceinline__ Index index(int tile, int heads) const {
-    const int sectioned = blocks - last, at_end = tile - sectioned * heads;
-    if (at_end >= 0) return {at_end % heads, sectioned + at_end / heads};
-    const int section_tiles = section * sectioned, first = tile / section_tiles * section, rest = tile % section_tiles;
-    const int section_heads = min(section, heads - first);
-    return {first + rest % section_heads, rest / section_heads};
+    const int sectioned = blocks - last;
+    const bool at_end = tile >= sectioned * heads;
+    if (at_end) tile -= sectioned * heads;
+    const int size = at_end ? heads : section, section_tiles = size * (at_end ? last : sectioned);
+    const int first = tile / section_tiles * size, rest = tile % section_tiles;
+    const int section_heads = min(size, heads - first);
+    return {first + rest % section_heads, (at_end ? sectioned : 0) + rest / section_heads};
   }
 };
 
@@ -85,7 +87,7 @@ inline int section_heads(const AttnParams& p, int64_t heads, int64_t head_bytes,
 // `least_blocks` tiles (docs/logs/sm90_backward.md).
 inline int last_tiles(const AttnParams& p, int64_t blocks, int64_t heads, int64_t least_blocks) {
   const bool shrink = p.window_right != kUnbounded && p.window_left == kUnbounded && !p.has_intervals() &&
-                      4 * (p.seqlen_k - p.seqlen_q + p.window_right) <= p.seqlen_k;
+                      4 * (p.seqlen_k - p.seqlen_q + std::min(p.window_right, p.seqlen_k)) <= p.seqlen_k;
   if (!shrink || blocks < least_blocks) return 0;
   int64_t last = 1;
   while (last < blocks && last * last * heads < 2 * blocks * multiprocessors()) ++last;

@@ -203,22 +203,13 @@ void launch_main(const AttnGradParams& p, const WorkspaceOf<T, kHeadDim, kOption
          backward_order(p, blocks, sizeof(T), multiprocessors() / Kernel::kSplits));
 }
 
-// The layout of dq for dq_finish_kernel, which the rows of a class share. Of a function that several sources
-// instantiate the linker keeps one, and with it the kernel of that source. The order of a fragment depends on the
-// architecture that a kernel is compiled for (ptx/memory.cuh): rows for other GPUs have another layout, so that their
-// sources do not share the function.
-template <class T, int kHeadDim, bool kLarge, Gpus kGpus>
-struct DqLayout : KeyTileShape<T, kHeadDim, BackwardSizes<T, kHeadDim, kLarge>> {};
-
 template <class T, int kHeadDim, Options kOptions, bool kLarge>
 void launch_backward(const AttnGradParams& p) {
-  constexpr int kRow = row_of_kernel(kernel_table::kSm80Backward, kTypeOf<T>, kHeadDim, kOptions);
-  using Layout = DqLayout<T, kHeadDim, kLarge, kernel_table::kSm80Backward[kRow].gpus>;
   const auto workspace = backward_workspace<T, kHeadDim, kOptions, kLarge>(p);
   launch_prepare<T>(p, workspace);
   find_delta_of_few_keys(p, workspace);
   launch_main<T, kHeadDim, kOptions, kLarge>(p, workspace);
-  launch_finish<Layout>(p, workspace);
+  launch_finish<Backward<T, kHeadDim, kPlain, kLarge>>(p, workspace);
   finish_biases(p, workspace);
 }
 

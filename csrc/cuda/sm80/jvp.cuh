@@ -311,6 +311,7 @@ __global__ void __launch_bounds__(Jvp<T, kHeadDim, kOptions>::kThreads, Jvp<T, k
 template <class T, int kHeadDim, Options kOptions>
 void jvp(const JvpParams& p) {
   using Kernel = Jvp<T, kHeadDim, kOptions>;
+  if (p.batch * p.heads_q == 0) return;
   const int64_t blocks = tile_count(p.seqlen_q, Kernel::kQueries);
   launch(jvp_kernel<T, kHeadDim, kOptions>, "jvp", p, blocks * p.batch * p.heads_q, Kernel::kThreads,
          Kernel::kSharedBytes, forward_order(p, blocks, 2 * sizeof(T)), Kernel::Rule::of(p));

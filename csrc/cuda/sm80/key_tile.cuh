@@ -126,12 +126,16 @@ struct KeyTileKernel : Shape {
 
   // Computes key tile `tile` of a head and every step-th after it: more than one only if the sequence is longer than
   // the grid was sized for.
-  __device__ void run(int batch, int head_k, int tile, int step) {
+  // Key tile number `tile` of the `tiles` that the host knows of a head, and those of a longer sequence. In a
+  // deterministic call a tile waits for the earlier ones of its head, which have to be under way: there the thread
+  // block of the last tile computes all later ones.
+  __device__ void run(int batch, int head_k, int tile, int tiles) {
     b = batch;
     hk = head_k;
-    for (n = tile; n * kKeys < key_sequence(p, b).length; n += step) {
+    for (n = tile; n * kKeys < key_sequence(p, b).length; n += p.deterministic ? 1 : tiles) {
       key_tile();
       __syncthreads();
+      if (p.deterministic && n < tiles - 1) break;
     }
   }
 

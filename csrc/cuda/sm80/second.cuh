@@ -210,9 +210,11 @@ void launch_second(const SecondParams& p) {
   using Kernel = Second<T, kHeadDim, kOptions, kLarge>;
   const auto workspace = second_workspace<T, kHeadDim, kOptions, kLarge>(p);
   prepare_second<T>(p, workspace);
-  const int64_t blocks = tile_count(p.seqlen_k, Kernel::kKeys);
-  launch(second_kernel<T, kHeadDim, kOptions, kLarge>, "second", p, blocks * p.batch * p.heads_k, Kernel::kThreads,
-         Kernel::kSharedBytes, workspace, backward_order(p, blocks, 2 * sizeof(T), multiprocessors()));
+  const int64_t blocks = tile_count(p.seqlen_k, Kernel::kKeys), all = blocks * p.batch * p.heads_k;
+  if (all > 0) {
+    launch(second_kernel<T, kHeadDim, kOptions, kLarge>, "second", p, all, Kernel::kThreads, Kernel::kSharedBytes,
+           workspace, backward_order(p, blocks, 2 * sizeof(T), multiprocessors()));
+  }
   launch_dq_finish<Kernel>(p, workspace);
   launch_dsink(p, workspace, "second (sink)", SecondOfRow{workspace.r});
   finish_biases(p, static_cast<const typename Kernel::Types::BaseWorkspace&>(workspace));
