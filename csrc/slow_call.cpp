@@ -45,7 +45,7 @@ std::string queries_of(const AttnParams& p) {
                        : "the " + count + " of this call run" + (p.seqlen_q == 1 ? "s" : "");
 }
 
-// Of a backend without kernels for few queries.
+// The reason where a backend has no kernels for few queries.
 std::string why_always_slow(const Backend& backend, const AttnParams& p) {
   constexpr int64_t kMostRows = 128, kLeastKeys = 512;  // with fewer keys there is little to divide
   if (p.heads_k == 0 || p.seqlen_q * p.group_size() > kMostRows || p.seqlen_k < kLeastKeys) return {};

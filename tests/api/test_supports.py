@@ -168,7 +168,7 @@ def test_invariant_calls_of_the_cpu(restore_threads: None) -> None:
     assert "because of alibi_slopes and invariant." in slow
 
 
-def test_a_gradient_of_slopes_that_nobody_takes(device: str) -> None:
+def test_a_gradient_of_slopes_that_is_not_taken(device: str) -> None:
     q, k, v = inputs(1, (4, 2), (32, 32), torch.float16, device)
     slopes = torch.rand(4, device=device, requires_grad=True)
     assert "the gradient of alibi_slopes" in flashattn_ext.supports(q, k, v, alibi_slopes=slopes).slow
