@@ -106,6 +106,12 @@ inline TileOrder forward_order(const AttnParams& p, int64_t blocks, int64_t elem
           last_tiles(p, blocks, heads, kLeastBlocks)};
 }
 
+// Bytes of q, dout and dq, which is summed in fp32, of the query heads of a KV head.
+inline int64_t group_bytes(const AttnGradParams& p, int64_t element_bytes) {
+  const int64_t row_bytes = p.head_dim * (element_bytes + 4) + p.head_dim_v * element_bytes;
+  return p.seqlen_q * row_bytes * p.group_size();
+}
+
 // The order of a backward call, whose queries, output gradients and sums of dq are to stay in the cache. at_once: how
 // many key tiles are computed at a time; at_least: heads of a section that leaves no tiles for the end. In a
 // deterministic call key tiles of a head add to dq one after the other: tiles that start at the same time belong to
@@ -113,8 +119,7 @@ inline TileOrder forward_order(const AttnParams& p, int64_t blocks, int64_t elem
 inline TileOrder backward_order(const AttnGradParams& p, int64_t blocks, int64_t element_bytes, int64_t at_once,
                                 int64_t at_least = 1) {
   constexpr int64_t kLeastBlocks = 64;
-  const int64_t row_bytes = p.head_dim * (element_bytes + 4) + p.head_dim_v * element_bytes;
-  const int64_t head_bytes = p.seqlen_q * row_bytes * p.group_size(), heads = p.batch * p.heads_k;
+  const int64_t head_bytes = group_bytes(p, element_bytes), heads = p.batch * p.heads_k;
   const int last = p.deterministic ? 0 : last_tiles(p, blocks, heads, kLeastBlocks);
   int64_t section = section_heads(p, heads, head_bytes, last > 0 ? 1 : at_least);
   if (p.deterministic) section = std::max(section, std::min(heads, tile_count(at_once, blocks)));

@@ -14,13 +14,12 @@ namespace {
 // bound, thread blocks soon read different query heads, since their walks differ in length, and the group is larger
 // than the L2 cache holds for all that run together.
 bool adds_over_groups(const AttnGradParams& p) {
-  constexpr int64_t kKeys = 128, kLargeGroup = 24 << 20;  // bytes of q, dout and dq
+  constexpr int64_t kKeys = 128, kLargeGroup = 24 << 20;  // bytes
   if (p.deterministic || p.heads_q <= p.heads_k) return false;
   const int64_t tiles = tile_count(p.seqlen_k, kKeys) * p.batch * p.heads_k, at_once = multiprocessors();
   const bool bounded = p.window_right != kUnbounded;
   if (4 * tiles < 3 * at_once || (bounded && tiles <= at_once)) return true;
-  const int64_t row_bytes = 6 * p.head_dim + 2 * p.head_dim_v;
-  return bounded && p.window_left == kUnbounded && p.seqlen_q * row_bytes * p.group_size() >= kLargeGroup;
+  return bounded && p.window_left == kUnbounded && group_bytes(p, 2) >= kLargeGroup;
 }
 
 struct Sm90 {

@@ -135,7 +135,7 @@ template <class T, int kHeadDim, Options kOptions, int kHeadDimV>
 size_t invariant_bytes(const AttnParams& p) {
   using Kernel = InvariantKernel<T, kHeadDim, kOptions, InvariantForward>;
   constexpr int kThreadBytes = Kernel::Earlier::kVectors * static_cast<int>(sizeof(float4));
-  const bool has_one_chunk = (p.is_varlen() ? p.total_k : p.seqlen_k) <= Kernel::kChunkTiles * Kernel::kKeys;
+  const bool has_one_chunk = key_rows(p) <= Kernel::kChunkTiles * Kernel::kKeys;
   return has_one_chunk ? 0 : static_cast<size_t>(multiprocessors()) * Kernel::kGroups * kGroupThreads * kThreadBytes;
 }
 
