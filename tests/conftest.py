@@ -10,6 +10,7 @@ sees them (poison.py).
 from __future__ import annotations
 
 import collections
+import contextlib
 import gc
 import importlib.util
 import os
@@ -149,6 +150,17 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize(names, rows, ids=ids, indirect=["device"])
 
 
+@contextlib.contextmanager
+def cpu_kernels(isa: str) -> Iterator[None]:
+    """The kernels of an instruction set run."""
+    before = _C.cpu_isa()
+    _C.set_cpu_isa(isa)
+    try:
+        yield
+    finally:
+        _C.set_cpu_isa(before)
+
+
 @pytest.fixture
 def device(request: pytest.FixtureRequest) -> Iterator[str]:
     """The device's name; while the test runs, CPU tensors use the kernels of the parametrised instruction set or of the emulator."""
@@ -160,19 +172,15 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
     if isa is None:
         yield name
         return
-    before = _C.cpu_isa()
-    _C.set_cpu_isa(isa)
-    yield name
-    _C.set_cpu_isa(before)
+    with cpu_kernels(isa):
+        yield name
 
 
 @pytest.fixture(params=_C.cpu_isas())
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     """For tests of the CPU alone: each instruction set, whose kernels run while the test does."""
-    before = _C.cpu_isa()
-    _C.set_cpu_isa(request.param)
-    yield request.param
-    _C.set_cpu_isa(before)
+    with cpu_kernels(request.param):
+        yield request.param
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ Sizes have several tiles of keys and of queries (128 x 192, or 64 x 64 in fp64).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -14,7 +13,7 @@ from helpers import Case, assert_same_bits, check, make_inputs, run
 from torch import Tensor
 
 import flashattn_ext
-from flashattn_ext import _C, Mask
+from flashattn_ext import Mask
 
 SIZES = dict(B=2, Sq=300, Sk=420, Hq=4, Hk=2, D=24, Dv=16)
 CASES = {
@@ -30,14 +29,6 @@ CASES = {
         lengths_q=(130, 0, 7, 300), lengths_k=(300, 3, 7, 130), mask="intervals", mask_heads="k", relative=20, Hq=4
     ),
 }
-
-
-@pytest.fixture(params=_C.cpu_isas())
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = _C.cpu_isa()
-    _C.set_cpu_isa(request.param)
-    yield request.param
-    _C.set_cpu_isa(before)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
