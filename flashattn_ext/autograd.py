@@ -35,8 +35,9 @@ class FlashAttentionFunction(torch.autograd.Function):
 
     flashattn_ext.forward and varlen_forward compute the same bits and are faster, because their autograd node is written in C++
     (csrc/autograd.cpp). One kind of call differs: for few queries with alibi_slopes they run the kernels of decoding, which sum in
-    another order, unless the slopes need a gradient; here they are taken to need one. This class calls the same ops, torch.ops.flashattn_ext.forward, backward and jvp; torch.compile and the
-    transforms of torch.func trace it, and it has the derivatives of docs/derivatives.md.
+    another order, unless the slopes need a gradient; here they are taken to need one. This class calls the same ops,
+    torch.ops.flashattn_ext.forward, backward and jvp; torch.compile and the transforms of torch.func trace it, and it has the
+    derivatives of docs/derivatives.md.
 
     apply returns (out, lse, max_logits, centres, rng_state). out, lse and max_logits are as in forward; max_logits is empty
     without return_max_logits. out and lse are differentiable, the others have no gradient. centres and rng_state are for the
