@@ -378,6 +378,23 @@ def test_blocks_of_whole_heads(head_dim: int) -> None:
     torch.testing.assert_close(dq(8), many[:8], atol=2e-2, rtol=2e-2)
 
 
+@pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0 and a build for 9.0a")
+def test_first_call_of_a_thread() -> None:
+    """A backward of whole heads may be the first use of the GPU in PyTorch's thread for backwards."""
+    done = run_python("""
+        import torch, flashattn_ext
+        heads = torch.cuda.get_device_properties("cuda").multi_processor_count
+        q, k, v = (torch.randn(heads, 256, 1, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+        free = [torch.empty(1 << 28, device="cuda"), *(torch.empty_like(q) for _ in range(8))]
+        out = flashattn_ext.forward(q, k, v)
+        grad = torch.randn_like(out)
+        del free  # the backward allocates nothing from the driver
+        gradients = torch.autograd.grad(out, (q, k, v), grad)
+        assert all(t.isfinite().all() for t in gradients)
+    """)
+    assert done.returncode == 0, done.stderr
+
+
 GROUPS = {
     "causal": dict(Sq=400, Sk=400, Hq=32, Hk=8, causal=True, use_lse=True),
     "window": dict(Sq=300, Sk=700, Hq=16, Hk=4, window_size=(100, 0), views=("packed", "transposed", "offset")),

@@ -9,6 +9,7 @@
 #include <string>
 
 #include "call.h"
+#include "device.h"
 #include "launch.cuh"
 
 namespace flashattn_ext {
@@ -51,9 +52,15 @@ inline CUtensorMap tensor_map(const AttnParams& p, const TensorView& t, int64_t 
                                            : type == DType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
                                                                       : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
   CUtensorMap map;
-  const CUresult result = tensor_map_encoder()(&map, element_type, 4, data, extents, strides, box, steps,
-                                               CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                                               CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  auto encode = [&] {
+    return tensor_map_encoder()(&map, element_type, 4, data, extents, strides, box, steps,
+                                CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  };
+  CUresult result = encode();
+  // A thread has no context before the runtime has given it one, and this may be the first call for the GPU in
+  // PyTorch's thread for backwards.
+  if (result == CUDA_ERROR_INVALID_CONTEXT && cudaSetDevice(current_device()) == cudaSuccess) result = encode();
   if (result != CUDA_SUCCESS) {
     auto text = [](int64_t x) { return std::to_string(x); };
     throw launch_error("tensor map",

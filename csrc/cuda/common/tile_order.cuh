@@ -82,15 +82,16 @@ inline int section_heads(const AttnParams& p, int64_t heads, int64_t head_bytes,
 
 // TileOrder::last. Where the tiles of a head become ever shorter, as those of a causal call with about as many keys as
 // queries, thread blocks end up to the longest tile apart, by half of it on average: blocks / 2, in units of the
-// shortest tile. last^2 / 2 is the work of the last tiles of a head, and twice the work that fills these gaps is left
-// for the end. These tiles read the data of all heads from memory once more, which pays only for heads of at least
-// `least_blocks` tiles (docs/logs/sm90_backward.md).
-inline int last_tiles(const AttnParams& p, int64_t blocks, int64_t heads, int64_t least_blocks) {
+// shortest tile. last^2 / 2 is the work of the last tiles of a head; at most `quarters` quarters of the work that fills
+// these gaps are left for the end. These tiles read the data of all heads from memory once more, and the more tiles
+// there are, the sooner that costs more than the gaps (docs/logs/sm90_backward.md).
+inline int last_tiles(const AttnParams& p, int64_t blocks, int64_t heads, int64_t quarters) {
   const bool shrink = p.window_right != kUnbounded && p.window_left == kUnbounded && !p.has_intervals() &&
                       4 * (p.seqlen_k - p.seqlen_q + std::min(p.window_right, p.seqlen_k)) <= p.seqlen_k;
-  if (!shrink || blocks < least_blocks) return 0;
-  int64_t last = 1;
-  while (last < blocks && last * last * heads < 2 * blocks * multiprocessors()) ++last;
+  int64_t last = 0;
+  while (shrink && last < blocks && 4 * (last + 1) * (last + 1) * heads <= quarters * blocks * multiprocessors()) {
+    ++last;
+  }
   return static_cast<int>(last);
 }
 
@@ -98,12 +99,12 @@ inline int last_tiles(const AttnParams& p, int64_t blocks, int64_t heads, int64_
 // in a head: then a section has so many heads that enough of its short tiles are left for the end, and neighbouring
 // tiles of a head still read the same keys at about the same time.
 inline TileOrder forward_order(const AttnParams& p, int64_t blocks, int64_t element_bytes, int64_t at_least = 1) {
-  constexpr int64_t kLeastBlocks = 10;
   const int64_t head_bytes = p.seqlen_k * (p.head_dim + p.head_dim_v) * element_bytes / p.group_size();
   const int64_t heads = p.batch * p.heads_q;
+  const int64_t quarters = blocks < 10 ? 0 : blocks * heads < 10 * multiprocessors() ? 8 : 3;
   if (p.has_intervals()) at_least = std::max<int64_t>(at_least, 16);
   return {static_cast<int>(blocks), section_heads(p, heads, head_bytes, at_least),
-          last_tiles(p, blocks, heads, kLeastBlocks)};
+          last_tiles(p, blocks, heads, quarters)};
 }
 
 // Bytes of q, dout and dq, which is summed in fp32, of the query heads of a KV head.
@@ -112,17 +113,26 @@ inline int64_t group_bytes(const AttnGradParams& p, int64_t element_bytes) {
   return p.seqlen_q * row_bytes * p.group_size();
 }
 
-// The order of a backward call, whose queries, output gradients and sums of dq are to stay in the cache. at_once: how
-// many key tiles are computed at a time; at_least: heads of a section that leaves no tiles for the end. In a
-// deterministic call key tiles of a head add to dq one after the other: tiles that start at the same time belong to
-// different heads, otherwise all but the first would wait.
+// The order of a backward call, whose queries, output gradients and sums of dq are to stay in the cache, in smaller
+// sections where short tiles for the gaps come at the end. at_once: how many key tiles are computed at a time;
+// at_least: heads of a section that leaves no tiles for the end. In a deterministic call key tiles of a head add to dq
+// one after the other: tiles that start at the same time belong to different heads, otherwise all but the first would
+// wait. Still more heads shorten these waits where their data stay in the cache; the long tiles of causal heads gain
+// even beyond.
 inline TileOrder backward_order(const AttnGradParams& p, int64_t blocks, int64_t element_bytes, int64_t at_once,
                                 int64_t at_least = 1) {
-  constexpr int64_t kLeastBlocks = 64;
+  constexpr int64_t kWaitingBytes = 24 << 20;
   const int64_t head_bytes = group_bytes(p, element_bytes), heads = p.batch * p.heads_k;
-  const int last = p.deterministic ? 0 : last_tiles(p, blocks, heads, kLeastBlocks);
-  int64_t section = section_heads(p, heads, head_bytes, last > 0 ? 1 : at_least);
-  if (p.deterministic) section = std::max(section, std::min(heads, tile_count(at_once, blocks)));
+  const bool grouped = p.group_size() > 1;
+  int64_t section = section_heads(p, heads, head_bytes, p.deterministic && at_least > 1 ? 2 * at_least : at_least);
+  int last = 0;
+  if (p.deterministic) {
+    const int64_t apart = tile_count(at_once, blocks), cached = kWaitingBytes / std::max<int64_t>(1, head_bytes);
+    section = std::max(section, std::min(heads, std::max(apart, std::min(2 * apart, cached))));
+  } else if (at_least > 1 || blocks >= 64) {
+    last = last_tiles(p, blocks, heads, 2) / (grouped ? 2 : 1);  // the heads of a group read more from memory
+    if (last > 0) section = section_heads(p, heads, 4 * head_bytes, grouped ? 4 : 1);
+  }
   return {static_cast<int>(blocks), static_cast<int>(section), last};
 }
 
