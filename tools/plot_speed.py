@@ -1,48 +1,46 @@
 #!/usr/bin/env python3
-"""Draws README's picture, TFLOP/s of this package and its peers over sequence length, from the table of `bench cuda` in docs/results.
+"""Draws README's picture, TFLOP/s of this package and its peers, from the tables of the run beside them.
 
-tools/plot_speed.py        reads docs/results/h200_cuda.md, writes docs/speed_h200.png
+tools/plot_speed.py        reads docs/results/h200_peers.md, writes docs/speed_h200.png
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 DOCS = Path(__file__).parents[1] / "docs"
-TABLE = DOCS / "results" / "h200_cuda.md"
+TABLE = DOCS / "results" / "h200_peers.md"
 PICTURE = DOCS / "speed_h200.png"
-NAMES = {
-    "ours": "flashattn_ext",
-    "fa4": "FlashAttention-4",
-    "cudnn": "cuDNN",
-    "fa2": "PyTorch's flash backend (FlashAttention-2)",
-}
-COLORS = {"ours": "#d1495b", "fa4": "#edae49", "cudnn": "#66a182", "fa2": "#9aa5b1"}
-HEAD_DIMS, PASSES = (64, 128, 256), ("forward", "backward")
+# The columns of each contestant. cuDNN is called in two ways, of which the faster one counts.
+COLUMNS = {"flashattn_ext": ("ours",), "FlashAttention-4": ("FA-4",), "cuDNN": ("cuDNN", "cuDNN's frontend")}
+COLORS = {"flashattn_ext": "#d1495b", "FlashAttention-4": "#edae49", "cuDNN": "#66a182"}
+LENGTHS, TOKENS = (512, 1024, 2048, 4096, 8192, 16384), 16384
+HEAD_DIMS, OTHER_HEAD_DIMS, PASSES = (64, 128), (80, 96, 160, 256), ("forward", "backward")
 
-# (head_dim, mask, pass) -> sequence length -> contestant -> TFLOP/s
-Rates = dict[tuple[int, str, str], dict[int, dict[str, float]]]
+# (head_dim, sequence length, mask, pass) -> contestant -> TFLOP/s in bursts
+Rates = dict[tuple[int, int, str, str], dict[str, float]]
 
 
 def read_rates(text: str) -> Rates:
-    """The rows of the set `fa_paper` in the first table, whose cells are milliseconds / TFLOP/s."""
-    lines = iter(text.splitlines())
-    header = next(_cells(line) for line in lines if line.startswith("| set "))
+    """The rows with as many KV heads as query heads, in bf16 and without an option; the columns before the first `/best` are bursts."""
     rates: Rates = {}
-    for line in lines:
-        if not line.startswith("| "):
-            break
-        row = dict(zip(header, _cells(line), strict=True))
-        if row["set"] == "fa_paper":
-            _, _, S, D = map(int, row["BxHxSxD"].split("x"))
-            tflops = {name: float(row[name].split("/")[1]) for name in NAMES if "/" in row[name]}
-            rates.setdefault((D, row["mask"], row["pass"]), {})[S] = tflops
+    header: list[str] = []
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.strip("| ").split("|")]
+        if line.startswith("| B x H x S x D "):
+            header = cells
+        shape = re.fullmatch(r"\d+x\d+x(\d+)x(\d+)", cells[0])
+        if not header or not shape or cells[1] not in ("causal", "full"):
+            continue
+        bursts = dict(zip(header[: header.index("/best")], cells, strict=False))
+        S, D = map(int, shape.groups())
+        rates[D, S, bursts["mask"], bursts["pass"]] = {
+            name: max(float(bursts[column]) for column in columns) for name, columns in COLUMNS.items()
+        }
     return rates
-
-
-def _cells(line: str) -> list[str]:
-    return [cell.strip() for cell in line.strip("| ").split("|")]
 
 
 def draw(rates: Rates, mask: str, path: Path) -> None:
@@ -53,28 +51,31 @@ def draw(rates: Rates, mask: str, path: Path) -> None:
 
     figure, grid = pyplot.subplots(2, 3, figsize=(15, 7), sharey="row")
     for axes_of_pass, direction in zip(grid, PASSES, strict=True):
-        for axes, D in zip(axes_of_pass, HEAD_DIMS, strict=True):
-            _draw_bars(axes, rates[D, mask, direction])
+        for axes, D in zip(axes_of_pass[:2], HEAD_DIMS, strict=True):
+            lengths = {f"{S // 1024}k" if S >= 1024 else str(S): rates[D, S, mask, direction] for S in LENGTHS}
+            _draw_bars(axes, lengths)
             axes.set_title(f"{direction}, head dim {D}")
+        _draw_bars(axes_of_pass[2], {str(D): rates[D, TOKENS, mask, direction] for D in OTHER_HEAD_DIMS})
+        axes_of_pass[2].set_title(f"{direction}, other head dims")
         axes_of_pass[0].set_ylabel("TFLOP/s")
-    for axes in grid[-1]:
-        axes.set_xlabel("sequence length (16384 tokens in total)")
+    for axes in grid[-1][:2]:
+        axes.set_xlabel(f"sequence length ({TOKENS} tokens in total)")
+    grid[-1][2].set_xlabel(f"head dim (one sequence of {TOKENS} tokens)")
     handles, labels = grid[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="upper center", ncols=len(NAMES), frameon=False)
+    figure.legend(handles, labels, loc="upper center", ncols=len(COLUMNS), frameon=False)
     figure.suptitle(f"{mask} attention, bf16, one H200", y=0.94, fontsize=11)
     figure.tight_layout(rect=(0, 0, 1, 0.97))
     figure.savefig(path, dpi=80)
 
 
-def _draw_bars(axes: Any, by_length: dict[int, dict[str, float]]) -> None:
-    width = 0.8 / len(NAMES)
-    for number, (name, label) in enumerate(NAMES.items()):
-        left = (number - (len(NAMES) - 1) / 2) * width
-        at = [index + left for index, rates in enumerate(by_length.values()) if name in rates]
-        heights = [rates[name] for rates in by_length.values() if name in rates]
-        bars = axes.bar(at, heights, width, label=label, color=COLORS[name])
-        axes.bar_label(bars, fmt="%.0f", fontsize=6, rotation=90, padding=2)
-    axes.set_xticks(range(len(by_length)), [f"{S // 1024}k" if S >= 1024 else str(S) for S in by_length])
+def _draw_bars(axes: Any, groups: Mapping[str, Mapping[str, float]]) -> None:
+    width = 0.8 / len(COLUMNS)
+    for number, name in enumerate(COLUMNS):
+        left = (number - (len(COLUMNS) - 1) / 2) * width
+        at = [index + left for index in range(len(groups))]
+        bars = axes.bar(at, [rates[name] for rates in groups.values()], width, label=name, color=COLORS[name])
+        axes.bar_label(bars, fmt="%.0f", fontsize=7, rotation=90, padding=2)
+    axes.set_xticks(range(len(groups)), list(groups))
     axes.margins(y=0.15)
     axes.spines[["top", "right"]].set_visible(False)
 

@@ -1,4 +1,4 @@
-"""README's picture of the speed is drawn from the table that docs/results has."""
+"""README's picture of the speed is drawn from the tables that docs/results has."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ def tool() -> ModuleType:
 
 
 def test_rates_are_those_of_the_table(tool: ModuleType) -> None:
-    header = "| set | BxHxSxD | dtype | mask | pass | ours | fa2 | cudnn | fa4 |\n|" + " --- |" * 9 + "\n"
+    names = ["ours", "cuDNN", "cuDNN's frontend", "FA-3", "FA-4", "/best"]
+    header = "| " + " | ".join(["B x H x S x D", "mask", "pass", *names, "ours, sustained", *names[1:]]) + " |\n"
     rows = (
-        "| fa_paper | 4x16x4096x128 | bf16 | causal | forward | 0.417 / 659.1 | 0.902 / 304.8 | - | 0.425 / 646.4 |\n"
+        "| 4x16x4096x128 | causal | forward | 675 | 571 | 580 | - | 636 | 1.03 | 6 | 7 | 8 | - | 9 | 0.5 |\n"
+        "| 2x64:8x4096x128 | causal | forward | 1 | 2 | 3 | - | 4 | 0.5 | 1 | 2 | 3 | - | 4 | 0.5 |\n"
+        "| 1x16x16384x128 | causal window 1024 | forward | 1 | - | - | - | 4 | 0.5 | 1 | - | - | - | 4 | 0.5 |\n"
+        "| 12x64x256x64 | full, fp16 | forward | 1 | 2 | 3 | - | 4 | 0.5 | 1 | 2 | 3 | - | 4 | 0.5 |\n"
     )
-    others = "| gqa | 2x32:8x8192x128 | bf16 | causal | forward | 1 / 2 | 3 / 4 | 5 / 6 | 7 / 8 |\n\n| set | another table |\n"
-    rates = tool.read_rates("# Title\n\n" + header + rows + others)
-    assert rates == {(128, "causal", "forward"): {4096: {"ours": 659.1, "fa4": 646.4, "fa2": 304.8}}}
+    rates = tool.read_rates("# Title\n\n| 128 | causal | 1.0 |\n\n" + header + rows)
+    assert rates == {
+        (128, 4096, "causal", "forward"): {"flashattn_ext": 675, "FlashAttention-4": 636, "cuDNN": 580},
+    }
 
 
-def test_every_bar_of_the_picture_has_a_row(tool: ModuleType, tmp_path: Path) -> None:
+def test_the_picture_is_drawn_from_the_page(tool: ModuleType, tmp_path: Path) -> None:
     rates = tool.read_rates(tool.TABLE.read_text(encoding="utf-8"))
-    for D in tool.HEAD_DIMS:
-        for direction in tool.PASSES:
-            by_length = rates[D, "causal", direction]
-            assert list(by_length) == [512, 1024, 2048, 4096, 8192, 16384]
-            assert all(of_length.keys() == tool.NAMES.keys() for of_length in by_length.values())
     tool.draw(rates, "causal", tmp_path / "speed.png")
     assert (tmp_path / "speed.png").read_bytes().startswith(b"\x89PNG")
