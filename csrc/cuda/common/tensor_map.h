@@ -58,8 +58,8 @@ inline CUtensorMap tensor_map(const AttnParams& p, const TensorView& t, int64_t 
                                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   };
   CUresult result = encode();
-  // A thread has no context before the runtime has given it one, and this may be the first call for the GPU in
-  // PyTorch's thread for backwards.
+  // PyTorch's thread for backwards has no context until it calls the runtime. The encoder is a function of the driver,
+  // which needs a context and does not make one; cudaSetDevice does.
   if (result == CUDA_ERROR_INVALID_CONTEXT && cudaSetDevice(current_device()) == cudaSuccess) result = encode();
   if (result != CUDA_SUCCESS) {
     auto text = [](int64_t x) { return std::to_string(x); };

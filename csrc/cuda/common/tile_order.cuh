@@ -41,7 +41,8 @@ struct TileGrid : TileOrder {
   // for kernels that take tiles in turn: every thread block has the same number of tiles, or one less.
   int* taken;
 
-  // The next tile for one of `takers`, thread blocks or pairs of them; `tiles` or more when there is none left.
+  // The next tile for one of `takers`, thread blocks or pairs of them that have the first tiles (0: none has one);
+  // `tiles` or more when there is none left.
   __device__ int take(int takers) const { return tiles > takers ? takers + atomicAdd(taken, 1) : tiles; }
   __device__ int take() const { return take(static_cast<int>(gridDim.x)); }
   // The same for a thread block whose last tile was `tile`. Without a counter a block moves on by one place in every
@@ -71,8 +72,8 @@ inline int64_t even_section(int64_t heads, int64_t most) {
 }
 
 // Heads of a section. With a right bound or a Mask some tiles are longer than others: if the long tiles of all heads of
-// a section start first, short ones are left for the end and fill the gaps. Without a bound and a Mask a section is one
-// head.
+// a section start first, short ones are left for the end and fill the gaps. Without a bound and a Mask this function
+// returns one head.
 inline int section_heads(const AttnParams& p, int64_t heads, int64_t head_bytes, int64_t at_least = 1) {
   constexpr int64_t kCacheBytes = 32 << 20;
   if (p.window_right == kUnbounded && !p.has_intervals()) return 1;
@@ -83,8 +84,8 @@ inline int section_heads(const AttnParams& p, int64_t heads, int64_t head_bytes,
 // TileOrder::last. Where the tiles of a head become ever shorter, as those of a causal call with about as many keys as
 // queries, thread blocks end up to the longest tile apart, by half of it on average: blocks / 2, in units of the
 // shortest tile. last^2 / 2 is the work of the last tiles of a head; at most `quarters` quarters of the work that fills
-// these gaps are left for the end. These tiles read the data of all heads from memory once more, and the more tiles
-// there are, the sooner that costs more than the gaps (docs/logs/sm90_backward.md).
+// these gaps are left for the end. The last tiles read the data of all heads from memory once more: the more tiles are
+// left, the sooner this costs more than the idle time that it saves (docs/logs/sm90_backward.md).
 inline int last_tiles(const AttnParams& p, int64_t blocks, int64_t heads, int64_t quarters) {
   const bool shrink = p.window_right != kUnbounded && p.window_left == kUnbounded && !p.has_intervals() &&
                       4 * (p.seqlen_k - p.seqlen_q + std::min(p.window_right, p.seqlen_k)) <= p.seqlen_k;
@@ -97,7 +98,8 @@ inline int last_tiles(const AttnParams& p, int64_t blocks, int64_t heads, int64_
 
 // The order of a forward call, whose keys and values are to stay in the cache. With a Mask tiles may be long anywhere
 // in a head: then a section has so many heads that enough of its short tiles are left for the end, and neighbouring
-// tiles of a head still read the same keys at about the same time.
+// tiles of a head still read the same keys at about the same time. Heads of fewer than 10 tiles leave none for the end;
+// others leave more of them where a multiprocessor has fewer than 10 tiles in all.
 inline TileOrder forward_order(const AttnParams& p, int64_t blocks, int64_t element_bytes, int64_t at_least = 1) {
   const int64_t head_bytes = p.seqlen_k * (p.head_dim + p.head_dim_v) * element_bytes / p.group_size();
   const int64_t heads = p.batch * p.heads_q;
@@ -113,24 +115,26 @@ inline int64_t group_bytes(const AttnGradParams& p, int64_t element_bytes) {
   return p.seqlen_q * row_bytes * p.group_size();
 }
 
-// The order of a backward call, whose queries, output gradients and sums of dq are to stay in the cache, in smaller
-// sections where short tiles for the gaps come at the end. at_once: how many key tiles are computed at a time;
-// at_least: heads of a section that leaves no tiles for the end. In a deterministic call key tiles of a head add to dq
-// one after the other: tiles that start at the same time belong to different heads, otherwise all but the first would
-// wait. Still more heads shorten these waits where their data stay in the cache; the long tiles of causal heads gain
-// even beyond.
+// The order of a backward call, whose queries, output gradients and sums of dq are to stay in the cache. at_once: how
+// many key tiles are computed at a time; at_least: about how many heads a section has at least, if it leaves no tiles
+// for the end. In a deterministic call key tiles of a head add to dq one after the other, so that consecutive tiles
+// belong to different heads: a section has as many tiles as are computed at a time, and more where the data of its
+// heads fit kDeterministicBytes of the cache, or `at_least` times two heads with a right bound or a Mask. In other
+// calls that leave tiles for the end, sections have a quarter of the bytes, at least four KV heads with grouped heads.
+// These leave half as many tiles, because the data of a KV head, which are read once more, are those of its whole
+// group. Kernels with an `at_least` of 1 have tiles left from 64 in a head on (figures: docs/logs/sm90_backward.md).
 inline TileOrder backward_order(const AttnGradParams& p, int64_t blocks, int64_t element_bytes, int64_t at_once,
                                 int64_t at_least = 1) {
-  constexpr int64_t kWaitingBytes = 24 << 20;
+  constexpr int64_t kDeterministicBytes = 24 << 20;
   const int64_t head_bytes = group_bytes(p, element_bytes), heads = p.batch * p.heads_k;
   const bool grouped = p.group_size() > 1;
   int64_t section = section_heads(p, heads, head_bytes, p.deterministic && at_least > 1 ? 2 * at_least : at_least);
   int last = 0;
   if (p.deterministic) {
-    const int64_t apart = tile_count(at_once, blocks), cached = kWaitingBytes / std::max<int64_t>(1, head_bytes);
+    const int64_t apart = tile_count(at_once, blocks), cached = kDeterministicBytes / std::max<int64_t>(1, head_bytes);
     section = std::max(section, std::min(heads, std::max(apart, std::min(2 * apart, cached))));
   } else if (at_least > 1 || blocks >= 64) {
-    last = last_tiles(p, blocks, heads, 2) / (grouped ? 2 : 1);  // the heads of a group read more from memory
+    last = last_tiles(p, blocks, heads, 2) / (grouped ? 2 : 1);
     if (last > 0) section = section_heads(p, heads, 4 * head_bytes, grouped ? 4 : 1);
   }
   return {static_cast<int>(blocks), static_cast<int>(section), last};

@@ -55,7 +55,8 @@ struct Backward : PingPong {
                        kScorePanels = kQueries / kPanelColumns;
   static constexpr int kColumnTiles = kHeadDim / 8;
   static constexpr int kDqTiles = std::max(8, Layout::kQueryColumnTiles);  // a product of dq has a panel or more
-  // Least number of heads in a section where tiles do not shrink or gradients are deterministic (tile_order.cuh).
+  // About how many heads a section has at least if it leaves no tiles for the end; twice as many in deterministic
+  // calls (tile_order.cuh).
   // Thread blocks that process the same head at the same time reuse its data in L2 when long sequences do not fit the
   // cache; with too few heads in a section, long tiles come last.
   static constexpr int kSectionHeads = 16;

@@ -32,7 +32,8 @@ __device__ __forceinline__ void store_keys(const TensorView& to, const BackwardW
 struct WholeGroups {
   static __host__ __device__ __forceinline__ int64_t count(const AttnParams& p) { return p.heads_k; }
   static __device__ __forceinline__ int in_walk(const AttnParams& p) {
-    return static_cast<int>(p.heads_q) / static_cast<int>(p.heads_k);  // group_size() divides 64 bits
+    // group_size() divides 64 bits, a function call around which registers are spilled.
+    return static_cast<int>(p.heads_q) / static_cast<int>(p.heads_k);
   }
   static __device__ __forceinline__ int first(const BackwardWork& work, int heads) { return uniform(work.hk) * heads; }
   static __device__ __forceinline__ void describe(const AttnParams&, int head, BackwardWork* work) { work->hk = head; }

@@ -57,8 +57,11 @@ struct BackwardLoader {
   __device__ void load_tiles(const TileGrid& grid) {
     const int heads = static_cast<int>(Kernel::Heads::count(p)), all_heads = heads * static_cast<int>(p.batch);
     // A thread block takes its next tile after it has loaded the one before. In a deterministic call thread blocks then
-    // keep, through all tiles, the distances between each other at which they settled in the first ones.
-    for (int tile = blockIdx.x / Kernel::kBlocks; tile < grid.tiles; tile = next_tile(grid)) {
+    // keep, through all tiles, the distances between each other at which they settled in the first ones. There they
+    // take the first tile from the counter too: the tiles before it are under way even if other kernels occupy so many
+    // multiprocessors that some thread blocks of this one have not started.
+    const int first = p.deterministic ? next_tile(grid) : static_cast<int>(blockIdx.x) / Kernel::kBlocks;
+    for (int tile = first; tile < grid.tiles; tile = next_tile(grid)) {
       // The first key tiles of causal heads have the most query tiles: they come first.
       const auto [head, block] = grid.index(tile, all_heads);
       // With a bias the batch entries of a head are adjacent, because they may read the same bias.
@@ -79,7 +82,7 @@ struct BackwardLoader {
   }
 
   __device__ __forceinline__ int next_tile(const TileGrid& grid) {
-    auto take = [&] { return grid.take(static_cast<int>(gridDim.x) / Kernel::kBlocks); };
+    auto take = [&] { return grid.take(p.deterministic ? 0 : static_cast<int>(gridDim.x) / Kernel::kBlocks); };
     if constexpr (Kernel::kPaired) {
       return uniform(lane() == 0 ? shared.next_tile[0].next(take, &next_parity) : 0);
     } else {
