@@ -36,7 +36,12 @@ def test_rates_are_those_of_the_table(tool: ModuleType) -> None:
     }
 
 
-def test_the_picture_is_drawn_from_the_page(tool: ModuleType, tmp_path: Path) -> None:
+def test_every_bar_of_the_picture_has_a_row(tool: ModuleType, tmp_path: Path) -> None:
     rates = tool.read_rates(tool.TABLE.read_text(encoding="utf-8"))
+    assert tool.LENGTHS == (512, 1024, 2048, 4096, 8192, 16384)
+    shapes = [(D, S) for D in tool.HEAD_DIMS for S in tool.LENGTHS] + [(D, tool.TOKENS) for D in tool.OTHER_HEAD_DIMS]
+    for D, S in shapes:
+        for direction in tool.PASSES:
+            assert rates[D, S, "causal", direction].keys() == tool.COLUMNS.keys()
     tool.draw(rates, "causal", tmp_path / "speed.png")
     assert (tmp_path / "speed.png").read_bytes().startswith(b"\x89PNG")

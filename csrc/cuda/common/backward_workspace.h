@@ -21,7 +21,7 @@ struct BackwardWorkspace {
   float *delta, *lse;    // delta / keep_scale; lse in units of log2, +inf for fully masked rows
   float* dq;             // [Hq][tiles][tile_floats], in the order of the main stage's accumulators
   int* dq_added;         // deterministic calls: [Hq][tiles][dq_parts], how many key tiles have added to a part of dq
-  int* key_tiles_taken;  // by thread blocks, beyond the first of each
+  int* key_tiles_taken;  // by thread blocks (TileGrid::taken)
   Score score;
   float keep_scale;      // of the weights that dropout keeps
   float gradient_scale;  // of the sums for dq and dk

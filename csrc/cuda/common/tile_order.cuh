@@ -37,8 +37,9 @@ struct TileOrder {
 // takes more.
 struct TileGrid : TileOrder {
   int tiles;  // of the whole call
-  // How many tiles thread blocks have taken beyond the first of each; in global memory. nullptr, for `next` only and
-  // for kernels that take tiles in turn: every thread block has the same number of tiles, or one less.
+  // How many tiles thread blocks have taken, beyond the first of each unless `take` says otherwise; in global memory.
+  // nullptr, for `next` only and for kernels that take tiles in turn: every thread block has the same number of tiles,
+  // or one less.
   int* taken;
 
   // The next tile for one of `takers`, thread blocks or pairs of them that have the first tiles (0: none has one);
@@ -117,12 +118,13 @@ inline int64_t group_bytes(const AttnGradParams& p, int64_t element_bytes) {
 
 // The order of a backward call, whose queries, output gradients and sums of dq are to stay in the cache. at_once: how
 // many key tiles are computed at a time; at_least: about how many heads a section has at least, if it leaves no tiles
-// for the end. In a deterministic call key tiles of a head add to dq one after the other, so that consecutive tiles
-// belong to different heads: a section has as many tiles as are computed at a time, and more where the data of its
-// heads fit kDeterministicBytes of the cache, or `at_least` times two heads with a right bound or a Mask. In other
-// calls that leave tiles for the end, sections have a quarter of the bytes, at least four KV heads with grouped heads.
-// These leave half as many tiles, because the data of a KV head, which are read once more, are those of its whole
-// group. Kernels with an `at_least` of 1 have tiles left from 64 in a head on (figures: docs/logs/sm90_backward.md).
+// for the end. Figures are in docs/logs/sm90_backward.md.
+// In a deterministic call key tiles of a head add to dq one after the other, so that consecutive tiles belong to
+// different heads. A section has at least as many tiles as are computed at a time, and up to twice as many where the
+// data of its heads fit kDeterministicBytes. With a right bound or a Mask it has about 2 * at_least heads or more.
+// Other calls may leave tiles for the end, kernels with an `at_least` of 1 only from 64 tiles in a head on. Their
+// sections then have a quarter of the bytes, and with grouped heads at least four KV heads. Grouped heads leave half as
+// many tiles, because each KV head reads the data of its whole group once more.
 inline TileOrder backward_order(const AttnGradParams& p, int64_t blocks, int64_t element_bytes, int64_t at_once,
                                 int64_t at_least = 1) {
   constexpr int64_t kDeterministicBytes = 24 << 20;
