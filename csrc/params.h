@@ -113,6 +113,10 @@ struct AttnParams {
   // nullptr: not wanted; a backward then takes all of them as 0.
   TensorView centres;
   RowView lse;  // [B, Hq, Sq], natural logarithm
+  // The log-sum-exp of each row in two words, whose sum it is in units of log2 (lse_words.h): [B, Hq, Sq, 2] in the
+  // dtype of lse, which the forward writes and the derivatives read. data == nullptr: not wanted; derivatives then take
+  // it from lse alone.
+  TensorView lse_words;
   // Written by the forward: the largest visible logit of each row, -inf for a fully masked row. It ignores the sink and
   // dropout. [B, Hq, Sq] in the dtype of lse; data == nullptr: not wanted.
   RowView row_maxima;
