@@ -16,11 +16,14 @@ namespace flashattn_ext {
 // none of its products is computed. An input that is None has no tangent.
 //
 // The results of jvp: tout has the shape and dtype of out, tlse those of lse. A fully masked row has tangents of 0.
-inline std::string jvp_schema() { return ", Tensor out, Tensor lse, Tensor? lse_words, Tensor? rng_state" + schema_of_tangents(); }
+inline std::string jvp_schema() {
+  return ", Tensor out, Tensor lse, Tensor? lse_words, Tensor? rng_state" + schema_of_tangents();
+}
 // dout or dlse is None where it is zero. The results of second are those of the op `backward`, in the same order, and
 // empty in the same cases: dsink without a sink, and the gradients of biases that are not needed.
 inline std::string second_schema() {
-  return ", Tensor out, Tensor lse, Tensor? lse_words, Tensor? rng_state, Tensor? dout, Tensor? dlse, Tensor tout, Tensor tlse" +
+  return ", Tensor out, Tensor lse, Tensor? lse_words, Tensor? rng_state, Tensor? dout, Tensor? dlse, Tensor tout, "
+         "Tensor tlse" +
          schema_of_tangents() + schema_of_needs();
 }
 

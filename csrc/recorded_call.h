@@ -56,7 +56,8 @@ class RecordedCall {
   variable_list scalars() const { return {tensors_.begin() + kScalars, tensors_.end()}; }
   variable_list gradients(const Stack& results, InputFlags needs) const;
 
-  variable_list tensors_;  // kCallTensors tensors, out, lse, lse_words, rng_state, and the argument `scalars` of the pure ops
+  variable_list
+      tensors_;  // kCallTensors tensors, out, lse, lse_words, rng_state, and the argument `scalars` of the pure ops
   c10::impl::GenericList options_;  // the other arguments that every attention op begins with
 };
 
