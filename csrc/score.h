@@ -37,6 +37,11 @@ template <class Real>
 constexpr Real kLn2 = static_cast<Real>(0.69314718055994530942);
 template <class Real>
 constexpr Real kSmallest = std::numeric_limits<Real>::min();  // above 0
+// From this offset on, in units of log2, kernels round the product factor * x before they subtract the offset, which is
+// a rounded product itself. Below it they may subtract from the exact product (fma): the exponent of the largest score
+// is then the rounding error of the offset, at most 2^-9 in fp32 and the same for all scores of the row.
+template <class Real>
+constexpr Real kRoundsProducts = static_cast<Real>(65536);
 
 #if !defined(FLASHATTN_NO_DOUBLE)
 // A softcap from this value on is ignored: for every scaled product s below 2^33 in size, cap * tanh(s / cap) differs

@@ -111,6 +111,7 @@ struct GeneralScore {
 struct StoredLogit {
   static constexpr float factor = 1;
 };
+__device__ __forceinline__ constexpr bool has_products(const StoredLogit&) { return false; }
 // The rule of scores whose logits, in units of log2, are factor * score. The factor is positive in kernels that take
 // the maximum of a row.
 struct ScaledLogit {
@@ -125,15 +126,20 @@ struct DistanceLogit {
   float factor;
   float row[2];
 };
-__device__ __forceinline__ float add_row(const DistanceLogit& score, int r, float x) { return x + score.row[r]; }
-__device__ __forceinline__ float subtract_row(const DistanceLogit& score, int r, float x) { return x - score.row[r]; }
+__device__ __forceinline__ float logit_of(const DistanceLogit& score, int r, float x) {
+  return __fmaf_rn(x, score.factor, score.row[r]);
+}
+__device__ __forceinline__ float offset_of(const DistanceLogit& score, int r, float max) { return max - score.row[r]; }
 
 // ScaledLogit in a forward whose weights are larger by the factor kScale, which is in the exponent's offset.
 struct LargerWeights {
   static constexpr float kScale = 256, kBits = 8;
   float factor;
 };
-__device__ __forceinline__ float subtract_row(const LargerWeights&, int, float x) { return x - LargerWeights::kBits; }
+__device__ __forceinline__ float offset_of(const LargerWeights&, int, float max) { return max - LargerWeights::kBits; }
+__device__ __forceinline__ float exponent_of(const LargerWeights&, float logit, float max) {
+  return __fsub_rn(logit, max) + LargerWeights::kBits;
+}
 
 // The rule of the scores that a forward has stored when it takes the maximum of a row.
 template <class Score>

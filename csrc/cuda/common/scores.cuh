@@ -23,15 +23,25 @@ __device__ __forceinline__ float weight_of(const Score& score, float x, float of
   return ptx::ex2(fmaf(x, score.factor, -offset));
 }
 
-// Add and subtract the term that the logits of row r have besides factor * score, in a forward. Only DistanceLogit
-// (general_score.cuh) has one.
+// In a forward: the logit of a stored score of row r, rounded once, and the offset of the row's weights from their
+// maximum. general_score.cuh has other rules.
 template <class Score>
-__device__ __forceinline__ float add_row(const Score&, int, float x) {
-  return x;
+__device__ __forceinline__ float logit_of(const Score& score, int, float x) {
+  return __fmul_rn(x, score.factor);
 }
 template <class Score>
-__device__ __forceinline__ float subtract_row(const Score&, int, float x) {
-  return x;
+__device__ __forceinline__ float offset_of(const Score&, int, float max) {
+  return max;
+}
+// The exponent of a logit's weight. Beside kRoundsProducts it is not a single sum with the product in it.
+template <class Score>
+__device__ __forceinline__ float exponent_of(const Score&, float logit, float max) {
+  return __fsub_rn(logit, max);
+}
+// Whether the products of a rule can have to be rounded before the offset is subtracted (kRoundsProducts in score.h).
+template <class Score>
+__device__ __forceinline__ constexpr bool has_products(const Score&) {
+  return true;
 }
 
 // dS of a stored score, from dP. weight: before dropout; dp: 0 where dropout has not kept the weight.
@@ -148,12 +158,15 @@ struct OnlineSoftmax {
     float logit[2], offset[2], shrink[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      logit[r] = add_row(score, r, largest[r] * score.factor);
+      logit[r] = logit_of(score, r, largest[r]);
       shrink[r] = raise_max(r, logit[r], tolerance);
-      offset[r] = subtract_row(score, r, finite_max(max[r]));
+      offset[r] = offset_of(score, r, finite_max(max[r]));
     }
     if constexpr (kTellsLargest) largest_logit = fmaxf(largest_logit, threadIdx.x % 2 ? logit[1] : logit[0]);
     rescale(shrink);
+    if (has_products(score) && fmaxf(fabsf(offset[0]), fabsf(offset[1])) >= kRoundsProducts<float>) {
+      round_products(x, score, offset);
+    }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float part = 0;
@@ -214,6 +227,25 @@ struct OnlineSoftmax {
   }
 
  private:
+  // In rows with a large offset, stored scores become those whose products are the exponents of the weights, from
+  // products that are rounded as the maximum was. Then the offset is 0.
+  template <class Score, int N>
+  __device__ __forceinline__ void round_products(float (&x)[N][4], const Score& score, float (&offset)[2]) const {
+    const float inverse = 1 / score.factor;  // finite: the offset would be small if the factor were below 2^-112
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      if (!(fabsf(offset[r]) >= kRoundsProducts<float>)) continue;
+      offset[r] = 0;
+#pragma unroll
+      for (int n = 0; n < N; ++n) {
+#pragma unroll
+        for (int odd = 0; odd < 2; ++odd) {
+          float& score_of_key = x[n][2 * r + odd];
+          score_of_key = exponent_of(score, logit_of(score, r, score_of_key), finite_max(max[r])) * inverse;
+        }
+      }
+    }
+  }
   // Returns the factor for all earlier sums.
   __device__ __forceinline__ float raise_max(int r, float largest, float tolerance) {
     const float before = max[r], now = fmaxf(before, largest);
