@@ -155,17 +155,18 @@ struct OnlineSoftmax {
   template <class Score, int N, class Rescale, class TakeSum = IgnoreSum>
   __device__ __forceinline__ void weigh(float (&x)[N][4], const float (&largest)[2], const Score& score,
                                         float tolerance, const Rescale& rescale, const TakeSum& take_sum = {}) {
-    float logit[2], offset[2], shrink[2];
+    float logit[2], top[2], offset[2], shrink[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       logit[r] = logit_of(score, r, largest[r]);
       shrink[r] = raise_max(r, logit[r], tolerance);
-      offset[r] = offset_of(score, r, finite_max(max[r]));
+      top[r] = finite_max(max[r]);
+      offset[r] = offset_of(score, r, top[r]);
     }
     if constexpr (kTellsLargest) largest_logit = fmaxf(largest_logit, threadIdx.x % 2 ? logit[1] : logit[0]);
     rescale(shrink);
-    if (has_products(score) && fmaxf(fabsf(offset[0]), fabsf(offset[1])) >= kRoundsProducts<float>) {
-      round_products(x, score, offset);
+    if (has_products(score) && rounds_products(fmaxf(fabsf(top[0]), fabsf(top[1])))) {
+      round_products(x, score, top, offset);
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -200,14 +201,10 @@ struct OnlineSoftmax {
 
   // The sum of a row's weights; 0 if the row is fully masked.
   __device__ __forceinline__ float total(int r) const { return quad_sum(sum[r]); }
-  // The log-sum-exp of a row with this total, in natural units.
-  __device__ __forceinline__ float lse(int r, float total) const {
-    return total == 0 ? -infinity() : row_lse(finite_max(max[r]), log2f(total));
-  }
-  // Writes lse and, if the call has row_maxima, the largest logit of row r, to row `at` of the tensors. All lanes of
-  // the row call it.
+  // Writes lse, its words where they are wanted and, if the call has row_maxima, the largest logit of row r, to row
+  // `at` of the tensors. All lanes of the row call it.
   __device__ __forceinline__ void write(const AttnParams& p, int b, int h, int64_t at, int r, float total) const {
-    if (t() == 0) *row_statistic(p.lse, b, h, at) = lse(r, total);
+    if (t() == 0) write_lse(p, b, h, at, max[r], total);
     if constexpr (kTellsLargest) {
       if (t() == r && p.row_maxima.data) *row_statistic(p.row_maxima, b, h, at) = largest_logit * kLn2<float>;
     }
@@ -216,32 +213,31 @@ struct OnlineSoftmax {
   __device__ __forceinline__ void write(const AttnParams& p, int b, int h, int64_t at, const float (&totals)[2],
                                         const bool (&exist)[2]) const {
     const bool second = t() % 2;
-    const float total = second ? totals[1] : totals[0], top = finite_max(second ? max[1] : max[0]);
-    const float value = total == 0 ? -infinity() : row_lse(top, log2f(total));
     if (t() > 1 || !(second ? exist[1] : exist[0])) return;
     at += second ? 8 : 0;
-    *row_statistic(p.lse, b, h, at) = value;
+    write_lse(p, b, h, at, second ? max[1] : max[0], second ? totals[1] : totals[0]);
     if constexpr (kTellsLargest) {
       if (p.row_maxima.data) *row_statistic(p.row_maxima, b, h, at) = largest_logit * kLn2<float>;
     }
   }
 
  private:
-  // In rows with a large offset, stored scores become those whose products are the exponents of the weights, from
+  // In rows with a large maximum, stored scores become those whose products are the exponents of the weights, from
   // products that are rounded as the maximum was. Then the offset is 0.
   template <class Score, int N>
-  __device__ __forceinline__ void round_products(float (&x)[N][4], const Score& score, float (&offset)[2]) const {
-    const float inverse = 1 / score.factor;  // finite: the offset would be small if the factor were below 2^-112
+  static __device__ __forceinline__ void round_products(float (&x)[N][4], const Score& score, const float (&top)[2],
+                                                        float (&offset)[2]) {
+    const float inverse = 1 / score.factor;  // finite: with a factor below 2^-112 no product is large
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      if (!(fabsf(offset[r]) >= kRoundsProducts<float>)) continue;
+      if (!rounds_products(top[r])) continue;
       offset[r] = 0;
 #pragma unroll
       for (int n = 0; n < N; ++n) {
 #pragma unroll
         for (int odd = 0; odd < 2; ++odd) {
           float& score_of_key = x[n][2 * r + odd];
-          score_of_key = exponent_of(score, logit_of(score, r, score_of_key), finite_max(max[r])) * inverse;
+          score_of_key = exponent_of(score, logit_of(score, r, score_of_key), top[r]) * inverse;
         }
       }
     }

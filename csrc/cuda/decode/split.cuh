@@ -75,9 +75,6 @@ struct Split {
   static_assert((kPeriodKeys & (kPeriodKeys - 1)) == 0);
 
   // Shared memory: the query tile (double-buffered if kAhead), the row maxima and sums of each team, the rings.
-  struct RowSum {
-    float max, sum;
-  };
   static constexpr int kQueryElements = kAllRows * kQueryStride;
   static constexpr int kQueryBytes = (kAhead ? 2 : 1) * kQueryElements * static_cast<int>(sizeof(T));
   static constexpr int kTeamBytes =
@@ -679,10 +676,6 @@ struct Split {
   struct Combined {
     float x[4] = {};
     RowSum row;
-
-    __device__ __forceinline__ bool is_empty() const { return row.sum == 0; }
-    // The lse in units of log2.
-    __device__ __forceinline__ float lse() const { return finite_max(row.max) + log2f(row.sum); }
   };
   __device__ __forceinline__ Combined combine_teams(int i, int column) const {
     constexpr int kMostTeams = kMaxWarps / kTeamWarps;
@@ -741,8 +734,7 @@ struct Split {
     const int64_t query = first_query + at.query;
     Format::store(p, all.x, part().b, at.head, query, column, static_cast<int>(p.head_dim_v));
     if (column != 0) return;
-    *row_statistic(p.lse, part().b, at.head, query) =
-        all.is_empty() ? -infinity() : row_lse(finite_max(all.row.max), log2f(all.row.sum));
+    write_lse(p, part().b, at.head, query, all.row.max, all.row.sum);
     if (p.row_maxima.data) *row_statistic(p.row_maxima, part().b, at.head, query) = largest_logit(i) * kLn2<float>;
   }
   __device__ __forceinline__ void store_partial(const Combined& all, int i, int column) {
@@ -752,7 +744,7 @@ struct Split {
     *reinterpret_cast<float4*>(plan.partial_out + slot_row * kHeadDim + column) =
         make_float4(all.x[0], all.x[1], all.x[2], all.x[3]);
     if (column != 0) return;
-    plan.partial_lse[slot_row] = all.is_empty() ? -infinity() : all.lse();
+    plan.partial_sums[slot_row] = all.row;
     if (p.row_maxima.data) plan.partial_largest[slot_row] = largest_logit(i);
   }
 };
