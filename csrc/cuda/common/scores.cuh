@@ -227,7 +227,7 @@ struct OnlineSoftmax {
   template <class Score, int N>
   static __device__ __forceinline__ void round_products(float (&x)[N][4], const Score& score, const float (&top)[2],
                                                         float (&offset)[2]) {
-    const float inverse = 1 / score.factor;  // finite: with a factor below 2^-112 no product is large
+    const float inverse = ptx::rcp_here(score.factor);  // finite: with a factor below 2^-112 no product is large
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       if (!rounds_products(top[r])) continue;
@@ -288,23 +288,29 @@ struct SeenBy {
 };
 
 // Products become weights with dropout applied, and dP becomes dS. lse, in units of log2, and delta: from the lane's
-// first query on; an lse of +inf makes weights of 0. Dropping: a policy of dropout (../sm80/dropout_policy.cuh).
-template <bool kMasked, class Score, int kKeyTiles, int N, class Dropping>
+// first query on; an lse of +inf makes weights of 0. With kTwoWords lse is the first word of the log-sum-exp, and
+// log2_sum the second one. Dropping: a policy of dropout (../sm80/dropout_policy.cuh).
+template <bool kMasked, bool kTwoWords, class Score, int kKeyTiles, int N, class Dropping>
 __device__ __forceinline__ void weigh_and_differentiate(float (&weights)[kKeyTiles][N][4],
                                                         float (&dscores)[kKeyTiles][N][4], const Score& score,
-                                                        const float* lse, const float* delta,
+                                                        const float* lse, const float* log2_sum, const float* delta,
                                                         const SeenBy<kKeyTiles>& seen_by, Dropping& dropping) {
 #pragma unroll
   for (int n = 0; n < N; ++n) {
     if (n % 2 == 0) dropping.draw(n);
     const float2 row_lse = *reinterpret_cast<const float2*>(lse + n * 8);
+    float2 row_rest{};
+    if constexpr (kTwoWords) row_rest = *reinterpret_cast<const float2*>(log2_sum + n * 8);
     const float2 row_delta = *reinterpret_cast<const float2*>(delta + n * 8);
 #pragma unroll
     for (int i = 0; i < kKeyTiles; ++i) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const int odd = e % 2;
-        const float x = score.stored(weights[i][n][e]), weight = weight_of(score, x, odd ? row_lse.y : row_lse.x);
+        const float x = score.stored(weights[i][n][e]);
+        float exponent = fmaf(x, score.factor, -(odd ? row_lse.y : row_lse.x));
+        if constexpr (kTwoWords) exponent -= odd ? row_rest.y : row_rest.x;
+        const float weight = ptx::ex2(exponent);
         const bool keeps = dropping.keeps(i, n, e);
         weights[i][n][e] = keeps ? weight : 0.f;
         const float dp = keeps ? dscores[i][n][e] : 0.f;

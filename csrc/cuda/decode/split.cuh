@@ -570,7 +570,7 @@ struct Split {
         if (e >= 2) scores[i][n][e] = second[i][n][e];
       });
     }
-    format.make_logits(score, scores);
+    const auto rule = format.make_logits(score, scores, p.alibi_slopes != nullptr);
     if (p.alibi_slopes) add_slopes(scores, row0);
     if (row0 < whole.begin || row0 + kKeys > whole.end) hide_unseen(scores, row0);
     if (p.has_intervals()) hide_by_mask(scores, row0);
@@ -578,7 +578,7 @@ struct Split {
     typename Core::A weights[kRowTiles][kSteps];
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
-      softmax[i].weigh(scores[i], StoredLogit(), kTolerance,
+      softmax[i].weigh(scores[i], rule, kTolerance,
                        [&](const float (&shrink)[2]) { for_chunks([&](int c) { rescale(out[c][i], shrink); }); });
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) weights[i][step] = Core::from_accumulators(scores[i], step);

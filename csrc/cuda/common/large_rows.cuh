@@ -1,0 +1,114 @@
+// Rows whose log-sum-exp is too large for one word (../../lse_words.h), in kernels that recompute weights of 16 bits as
+// exp2(factor * x - lse).
+//
+// The rounding error of lse is one of the exponent of every weight of the row: at most 2^-15 below kOneWordBelow, which
+// is less than the rounding of a weight to 16 bits. In a larger row the number that kernels read in place of lse is a
+// mark. They find out whether a tile has a mark, which few tiles have, and subtract both words from the products of
+// marked rows, in place. The mark is -0: the ordinary arithmetic, which follows, subtracts nothing more.
+#pragma once
+
+#include <climits>
+
+#include "elements.cuh"
+#include "lane.cuh"
+#include "rows.cuh"
+
+namespace flashattn_ext {
+
+constexpr float kOneWordBelow = 1024;
+
+// One word for a row, or the mark, from its log-sum-exp. +inf, of a row without keys, and NaN are one word.
+__device__ __forceinline__ float one_word(float lse) {
+  return fabsf(lse) >= kOneWordBelow && fabsf(lse) < infinity() ? -0.f : lse + 0.f;  // +0 for -0
+}
+__device__ __forceinline__ bool is_mark(float lse) { return __float_as_int(lse) == INT_MIN; }
+
+// The same for kernels that always subtract the second word: a mark replaces the first word of rows that round
+// products.
+__device__ __forceinline__ float first_word(float top) {
+  return rounds_products(top) && top < infinity() ? -0.f : top + 0.f;
+}
+
+// Whether some of kRows rows have a mark. All lanes of a warp call it.
+template <int kRows>
+__device__ __forceinline__ bool has_mark(const float* lse) {
+  bool any = false;
+#pragma unroll
+  for (int i = 0; i < (kRows + 31) / 32; ++i) {
+    const int row = i * 32 + lane();
+    any = any || (row < kRows && is_mark(lse[row]));
+  }
+  return __any_sync(~0u, any) != 0;
+}
+
+// The exponent of the weight of a stored score, with products as the forward rounds them (kRoundsProducts in score.h).
+template <class Score>
+__device__ __forceinline__ float exponent_of(const Score& score, float x, const LseWords<float>& words) {
+  const float below =
+      rounds_products(words.top) ? __fsub_rn(__fmul_rn(x, score.factor), words.top) : fmaf(x, score.factor, -words.top);
+  return below - words.log2_sum;
+}
+
+// Products of marked rows become those whose logits are the exponents of the weights. They are transposed: rows are
+// columns of accumulators. lse: of all rows, and words_of(i): the words of row i; both count from the first column.
+template <class Score, int kKeyTiles, int N, class WordsOf>
+__device__ __forceinline__ void subtract_words(float (&x)[kKeyTiles][N][4], const Score& score, const float* lse,
+                                               const WordsOf& words_of) {
+  const float inverse = ptx::rcp_here(score.factor);
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+#pragma unroll
+    for (int odd = 0; odd < 2; ++odd) {
+      const int row = 8 * n + 2 * t() + odd;
+      if (!is_mark(lse[row])) continue;
+      const LseWords<float> words = words_of(row);
+#pragma unroll
+      for (int i = 0; i < kKeyTiles; ++i) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          float& score_of_key = x[i][n][2 * r + odd];
+          score_of_key = exponent_of(score, score.stored(score_of_key), words) * inverse;
+        }
+      }
+    }
+  }
+}
+
+// The same for the products of a warp's part of a step, if a row has a mark. Kernel: the backward or second derivatives
+// of ../sm80/; row0: the first query of the step. With kTopAlone the ordinary arithmetic subtracts the second word.
+template <bool kTopAlone, class Kernel, class Score, int kKeyTiles, int N>
+__device__ __forceinline__ void subtract_words_of_marked(const Kernel& kernel, float (&x)[kKeyTiles][N][4],
+                                                         const Score& score, int h, int row0) {
+  const int query = kernel.score_query();
+  if (!has_mark<8 * N>(kernel.lse + query)) return;
+  const auto words_of = kernel.workspace.words_of(kernel.p, kernel.b, h, row0 + query);
+  subtract_words(x, score, kernel.lse + query, [&](int row) {
+    const LseWords<float> words = words_of(row);
+    return kTopAlone ? LseWords<float>{words.top, 0} : words;
+  });
+}
+
+// The same for scores of which a lane has rows g and g + 8 of each row tile. words_of(i, r): of these rows.
+template <class Score, int kRowTiles, int N, class WordsOf>
+__device__ __forceinline__ void subtract_words_of_rows(float (&x)[kRowTiles][N][4], const Score& score,
+                                                       const float (&lse)[kRowTiles][2], const WordsOf& words_of) {
+  const float inverse = ptx::rcp_here(score.factor);
+#pragma unroll
+  for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      if (!is_mark(lse[i][r])) continue;
+      const LseWords<float> words = words_of(i, r);
+#pragma unroll
+      for (int n = 0; n < N; ++n) {
+#pragma unroll
+        for (int odd = 0; odd < 2; ++odd) {
+          float& score_of_key = x[i][n][2 * r + odd];
+          score_of_key = exponent_of(score, score_of_key, words) * inverse;
+        }
+      }
+    }
+  }
+}
+
+}  // namespace flashattn_ext
