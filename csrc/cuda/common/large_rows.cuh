@@ -41,13 +41,25 @@ __device__ __forceinline__ bool has_mark(const float* lse) {
   return __any_sync(~0u, any) != 0;
 }
 
-// The exponent of the weight of a stored score, with products as the forward rounds them (kRoundsProducts in score.h).
-template <class Score>
-__device__ __forceinline__ float exponent_of(const Score& score, float x, const LseWords<float>& words) {
-  const float below =
-      rounds_products(words.top) ? __fsub_rn(__fmul_rn(x, score.factor), words.top) : fmaf(x, score.factor, -words.top);
-  return below - words.log2_sum;
-}
+// Turns stored scores of a row into those whose products are the exponents of the weights. Products are rounded where
+// the forward rounds them (kRoundsProducts in score.h).
+struct SubtractedWords {
+  float first, second;  // factors: one is 1
+  float top, inverse, shift;
+
+  __device__ __forceinline__ SubtractedWords()
+      : first(1), second(1), top(0), inverse(1), shift(0) {}  // leaves scores as they are
+  // inverse: of the factor of scores.
+  __device__ __forceinline__ SubtractedWords(float factor, float inverse, const LseWords<float>& words)
+      : first(rounds_products(words.top) ? factor : 1.f),
+        second(rounds_products(words.top) ? 1.f : factor),
+        top(words.top),
+        inverse(inverse),
+        shift(words.log2_sum * inverse) {}
+  __device__ __forceinline__ float of(float x) const {
+    return fmaf(fmaf(__fmul_rn(x, first), second, -top), inverse, -shift);
+  }
+};
 
 // Products of marked rows become those whose logits are the exponents of the weights. They are transposed: rows are
 // columns of accumulators. lse: of all rows, and words_of(i): the words of row i; both count from the first column.
@@ -61,13 +73,13 @@ __device__ __forceinline__ void subtract_words(float (&x)[kKeyTiles][N][4], cons
     for (int odd = 0; odd < 2; ++odd) {
       const int row = 8 * n + 2 * t() + odd;
       if (!is_mark(lse[row])) continue;
-      const LseWords<float> words = words_of(row);
+      const SubtractedWords words(score.factor, inverse, words_of(row));
 #pragma unroll
       for (int i = 0; i < kKeyTiles; ++i) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           float& score_of_key = x[i][n][2 * r + odd];
-          score_of_key = exponent_of(score, score.stored(score_of_key), words) * inverse;
+          score_of_key = words.of(score_of_key);
         }
       }
     }
@@ -97,14 +109,15 @@ __device__ __forceinline__ void subtract_words_of_rows(float (&x)[kRowTiles][N][
   for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      if (!is_mark(lse[i][r])) continue;
-      const LseWords<float> words = words_of(i, r);
+      // Without a branch for each row ptxas spills in ../sm90/jvp.cuh.
+      SubtractedWords words(score.factor, inverse, words_of(i, r));
+      if (!is_mark(lse[i][r])) words = SubtractedWords();
 #pragma unroll
       for (int n = 0; n < N; ++n) {
 #pragma unroll
         for (int odd = 0; odd < 2; ++odd) {
           float& score_of_key = x[i][n][2 * r + odd];
-          score_of_key = exponent_of(score, score_of_key, words) * inverse;
+          score_of_key = words.of(score_of_key);
         }
       }
     }

@@ -75,7 +75,7 @@ struct ResidentTogether : ResidentBase<T, kHeadDim, 128, 1, 3, 2> {
     ptx::hold(x);
     if (is_mark(lse[0][0]) || is_mark(lse[0][1])) {
       subtract_words_of_rows(reinterpret_cast<float (&)[1][kKeys / 8][4]>(x), workspace.score, lse, [&](int, int r) {
-        return workspace.words[this->place_of_row(work, first_row() + 8 * r)];
+        return workspace.words[this->place_of_row(work, min(first_row() + 8 * r, plan.rows - 1))];
       });
     }
     weigh(x, lse[0], key);

@@ -174,6 +174,7 @@ struct Second : SecondConsumer<Second<T, kHeadDim, kOptions, kHeadDimV, Tangents
   __device__ __forceinline__ void differentiate(const Work& work, const Walk& now, const Limits& unmasked) {
     hold_scores();
     const int query = group * kOwnQueries, row0 = now.m * kQueries + query;
+    subtract_words_of_step(*this, x, workspace.score, work.b, now.h, row0, query);
     SecondStep<Second, kScoreTiles>(workspace, shared, queries.stage, query)
         .run(x, tangents, dp, b, Masking::is_masked(unmasked, row0), work.mask(p), row0, work.key0 + warp_key + g());
     pack_scores<T>(of_values, x);

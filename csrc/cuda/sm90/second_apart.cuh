@@ -208,6 +208,7 @@ struct SecondApart : PingPong, SecondConsumer<SecondApart<T, kHeadDim, kOptions,
     ptx::wgmma_wait<0>();
     for (Scores* scores : {&x, &tangents, &dp, &b}) ptx::hold(*scores);
     const int row0 = now.m * kQueries;
+    subtract_words_of_step(*this, x, workspace.score, work.b, now.h, row0);
     SecondStep<SecondApart, kTiles>(workspace, shared, queries.stage, 0)
         .run(x, tangents, dp, b, Masking::is_masked(unmasked, row0), work.mask(p), row0,
              work.key0 + group * 64 + warp_key + g());

@@ -71,6 +71,7 @@ struct SecondShared {
   ScoreTiles scores;
   DqPart<kDqTiles> dq[2];  // one for each warpgroup
   float lse[kStages][kQueries], delta[kStages][kQueries], r[kStages][kQueries], tlse[kStages][kQueries];
+  int has_marks[kStages];  // in lse
   BackwardWork work[kSecondWorkStages];
   ptx::Barrier k_full[1], v_full[1], keys_empty[1];
   ptx::Barrier q_full[kStages], dout_full[kStages], queries_empty[kStages];
