@@ -67,13 +67,20 @@ struct AttnCall {
     shape.emplace_back(kCentres);
     return shape;
   }
+  // The shape of the two words of each row's log-sum-exp (lse_words.h): [B, Hq, Sq, 2], or [Hq, total_q, 2].
+  std::vector<c10::SymInt> lse_words_shape() const {
+    std::vector<c10::SymInt> shape = lse_shape();
+    shape.emplace_back(2);
+    return shape;
+  }
 };
 
 // The further arguments of the backward.
 struct BackwardCall {
   std::optional<at::Tensor> dout, dlse;
   at::Tensor out, lse;
-  std::optional<at::Tensor> centres;  // bias.h: as the forward returned them
+  // lse_words.h and bias.h: as the forward returned them. None where the caller has no more than lse.
+  std::optional<at::Tensor> lse_words, centres;
   // needs_dNAME: false if that gradient is not computed.
 #define CALL_BIAS(name, dims, takers, check) bool needs_d##name;
 #include "options.def"
@@ -141,6 +148,7 @@ class Arguments {
     b.dlse = maybe_tensor();
     b.out = tensor();
     b.lse = tensor();
+    b.lse_words = maybe_tensor();
     b.centres = maybe_tensor();
 #define CALL_BIAS(name, dims, takers, check) b.needs_d##name = flag();
 #include "options.def"

@@ -32,7 +32,13 @@ struct DecodeBackward {
 namespace {
 
 // Indices of the arguments of `forward` after the leading arguments of every attention op.
-enum ForwardArgument { kForwardRngState = kCallTensors + kCallOptions, kKeepsCentres, kReturnsMaxLogits, kScalars };
+enum ForwardArgument {
+  kForwardRngState = kCallTensors + kCallOptions,
+  kKeepsLseWords,
+  kKeepsCentres,
+  kReturnsMaxLogits,
+  kScalars
+};
 
 // Whether the backward needs the centres of rows (bias.h). Without them, gradients of slopes and of a relative bias are
 // inaccurate where keys are far from their rows.
@@ -64,6 +70,9 @@ void forward(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* sta
       "q: inputs of float8_e4m3fn have no derivatives, and a tensor of the call requires a gradient or has a tangent; "
       "call under torch.no_grad(), or convert q, k and v to bfloat16");
 
+  // The Ascend kernels read no words.
+  const bool keeps_words = !call.tensor(0).is_privateuseone();
+  call.argument(kKeepsLseWords) = keeps_words;
   if (wanted.gradients && keeps_centres(call)) call.argument(kKeepsCentres) = true;
   const bool keeps = call.argument(kKeepsCentres).toBool();
   RecordedCall recorded(call, kForwardRngState);
@@ -71,14 +80,14 @@ void forward(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* sta
   if (wanted.gradients) node = new_node<AttentionBackward>(recorded.inputs());
   call.run_untracked();
   const at::Tensor out = call.result(0), lse = call.result(1);
-  recorded.set_results(out, lse);
+  recorded.set_results(out, lse, keeps_words ? call.result(2) : at::Tensor());
   if (node) {
     set_history(out, node);
     set_history(lse, node);
   }
   // A node saves its results with their tangents, which are therefore set before.
   if (wanted.tangents) set_tangents(recorded);
-  if (node) std::move(recorded).save(node, {keeps ? call.result(2) : at::Tensor()});
+  if (node) std::move(recorded).save(node, {keeps ? call.result(3) : at::Tensor()});
 }
 
 constexpr char kNoTangents[] =

@@ -68,6 +68,8 @@ struct Backend {
   // Whether the forward writes AttnParams::centres for inputs of 16 bits, and for wider ones. Where it does not,
   // ops.cpp fills them with 0.
   bool writes_centres = false, writes_wide_centres = false;
+  // Whether the forward writes AttnParams::lse_words. Where it does not, ops.cpp makes them from lse.
+  bool writes_lse_words = false;
   // Whether forward and backward set the unowned rows of packed tensors, which belong to no sequence. Otherwise ops.cpp
   // does.
   bool sets_unowned_rows = false;

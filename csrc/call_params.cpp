@@ -42,7 +42,7 @@ RowView row_view_of(const AttnCall& c, const at::Tensor& t) {
   return {const_cast<void*>(t.const_data_ptr()), c.is_varlen() ? 0 : t.stride(0), t.stride(c.is_varlen() ? 0 : 1)};
 }
 
-TensorView centres_view_of(const AttnCall& c, const at::Tensor& t) {
+TensorView row_numbers_view_of(const AttnCall& c, const at::Tensor& t) {
   const int heads = c.is_varlen() ? 0 : 1;
   return {const_cast<void*>(t.const_data_ptr()), c.is_varlen() ? 0 : t.stride(0), t.stride(heads + 1), t.stride(heads)};
 }

@@ -19,7 +19,7 @@ DType dtype_of(at::ScalarType dtype);
 
 TensorView view_of(const AttnCall& call, const at::Tensor& t);
 RowView row_view_of(const AttnCall& call, const at::Tensor& t);
-TensorView centres_view_of(const AttnCall& call, const at::Tensor& t);
+TensorView row_numbers_view_of(const AttnCall& call, const at::Tensor& t);
 
 // None: the call is not a part of a larger one.
 Origin origin_of(const std::optional<std::vector<c10::SymInt>>& given);

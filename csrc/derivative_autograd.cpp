@@ -53,11 +53,12 @@ enum BackwardArgument {
   kDlse,
   kOut,
   kLse,
+  kLseWords,
   kCentres,
   kNeeds,
   kBackwardRngState = kNeeds + kBiases
 };
-enum JvpArgument { kJvpOut = kOptionsEnd, kJvpLse, kJvpRngState, kTangents };
+enum JvpArgument { kJvpOut = kOptionsEnd, kJvpLse, kJvpLseWords, kJvpRngState, kTangents };
 
 at::Tensor sum_of(const at::Tensor& a, const at::Tensor& b) { return !a.defined() ? b : !b.defined() ? a : a.add(b); }
 
@@ -97,7 +98,7 @@ void backward(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* st
   if (wanted.none()) return call.run();
 
   RecordedCall recorded(call, kBackwardRngState);
-  recorded.set_results(call.tensor(kOut), call.tensor(kLse));
+  recorded.set_results(call.tensor(kOut), call.tensor(kLse), call.tensor(kLseWords));
   const at::Tensor dout = call.tensor(kDout), dlse = call.tensor(kDlse), centres = call.tensor(kCentres);
   const InputFlags needs = flags_of(call);
   call.run_untracked();
@@ -131,7 +132,7 @@ void jvp(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) 
   if (wanted.none()) return call.run();
 
   RecordedCall recorded(call, kJvpRngState);
-  recorded.set_results(call.tensor(kJvpOut), call.tensor(kJvpLse));
+  recorded.set_results(call.tensor(kJvpOut), call.tensor(kJvpLse), call.tensor(kJvpLseWords));
   variable_list tangents;
   for (int i = 0; i < kInputs; ++i) tangents.push_back(call.tensor(kTangents + i));
   call.run_untracked();

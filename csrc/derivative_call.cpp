@@ -41,8 +41,8 @@ void check_tangents(const TangentCall& t, const AttnCall& c) {
 }  // namespace
 
 JvpCall read_jvp_call(Arguments* arguments) {
-  return {arguments->call(), arguments->tensor(), arguments->tensor(), arguments->maybe_tensor(),
-          read_tangents(arguments)};
+  return {arguments->call(),         arguments->tensor(),       arguments->tensor(),
+          arguments->maybe_tensor(), arguments->maybe_tensor(), read_tangents(arguments)};
 }
 
 SecondCall read_second_call(Arguments* arguments) {
@@ -50,6 +50,7 @@ SecondCall read_second_call(Arguments* arguments) {
   second.call = arguments->call();
   second.backward.out = arguments->tensor();
   second.backward.lse = arguments->tensor();
+  second.backward.lse_words = arguments->maybe_tensor();
   second.rng_state = arguments->maybe_tensor();
   second.backward.dout = arguments->maybe_tensor();
   second.backward.dlse = arguments->maybe_tensor();
@@ -67,6 +68,7 @@ void validate(const JvpCall& jvp) {
   check_has_derivatives(c);
   check_shape_and_dtype("out", jvp.out, c.out_shape(), c.q.scalar_type(), c);
   check_shape_and_dtype("lse", jvp.lse, c.lse_shape(), c.statistics_dtype(), c);
+  if (jvp.lse_words) check_shape_and_dtype("lse_words", *jvp.lse_words, c.lse_words_shape(), c.statistics_dtype(), c);
   check_tangents(jvp.tangents, c);
   validate_rng_state(jvp.rng_state, c.dropout_p, c.q);
 }

@@ -2,7 +2,7 @@
 //
 // jvp is forward mode: the tangents of out and lse for given tangents of the inputs. second is the gradient of
 // <dout, tout> + <dlse, tlse> in the inputs, where dout, dlse and the tangents of the inputs are constants. Both take
-// out and lse from the op `forward`; second also takes tout and tlse from jvp.
+// out, lse and lse_words from the op `forward`; second also takes tout and tlse from jvp.
 #pragma once
 
 #include <optional>
@@ -16,11 +16,11 @@ namespace flashattn_ext {
 // none of its products is computed. An input that is None has no tangent.
 //
 // The results of jvp: tout has the shape and dtype of out, tlse those of lse. A fully masked row has tangents of 0.
-inline std::string jvp_schema() { return ", Tensor out, Tensor lse, Tensor? rng_state" + schema_of_tangents(); }
+inline std::string jvp_schema() { return ", Tensor out, Tensor lse, Tensor? lse_words, Tensor? rng_state" + schema_of_tangents(); }
 // dout or dlse is None where it is zero. The results of second are those of the op `backward`, in the same order, and
 // empty in the same cases: dsink without a sink, and the gradients of biases that are not needed.
 inline std::string second_schema() {
-  return ", Tensor out, Tensor lse, Tensor? rng_state, Tensor? dout, Tensor? dlse, Tensor tout, Tensor tlse" +
+  return ", Tensor out, Tensor lse, Tensor? lse_words, Tensor? rng_state, Tensor? dout, Tensor? dlse, Tensor tout, Tensor tlse" +
          schema_of_tangents() + schema_of_needs();
 }
 
@@ -35,7 +35,7 @@ struct TangentCall {
 struct JvpCall {
   AttnCall call;
   at::Tensor out, lse;
-  std::optional<at::Tensor> rng_state;
+  std::optional<at::Tensor> lse_words, rng_state;
   TangentCall tangents;
 };
 

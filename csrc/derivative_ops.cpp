@@ -55,8 +55,10 @@ void jvp(const c10::OperatorHandle& op, Stack* stack) {
   const AttnCall tangents = readable(call_of_tangents(given.call, given.tangents), *backend);
   const at::Tensor out = with_readable_rows(given.out, c.row_dim(), *backend);
   const at::Tensor lse = with_readable_rows(given.lse, -1, *backend);
+  const at::Tensor lse_words = given.lse_words ? given.lse_words->contiguous() : at::Tensor();
   const at::Tensor rng_state = given.rng_state ? given.rng_state->contiguous() : at::Tensor();
   set_memory(c, out, lse, rng_state, &p);
+  if (given.lse_words) p.lse_words = row_numbers_view_of(c, lse_words);
   set_tangents(tangents, given.tangents, tout, tlse, &p.tangents);
   const at::Tensor workspace = workspace_for(c.q, backend->jvp_workspace_bytes(p), &p);
   set_rows_of_no_sequence(c.cu_seqlens_q, tout, c.row_dim(), 0);
@@ -94,10 +96,12 @@ void second(const c10::OperatorHandle& op, Stack* stack) {
   const at::Tensor dout =
       rows_of(s.backward.dout ? *s.backward.dout : at::zeros({1}, c.q.options()).expand(out.sizes()));
   const at::Tensor lse = with_readable_rows(s.backward.lse, -1, *backend);
+  const at::Tensor lse_words = s.backward.lse_words ? s.backward.lse_words->contiguous() : at::Tensor();
   const at::Tensor tlse = with_readable_rows(s.tlse, -1, *backend);
   const at::Tensor dlse = s.backward.dlse ? with_readable_rows(*s.backward.dlse, -1, *backend) : at::Tensor();
   const at::Tensor rng_state = s.rng_state ? s.rng_state->contiguous() : at::Tensor();
   set_memory(c, out, lse, rng_state, &p);
+  if (s.backward.lse_words) p.lse_words = row_numbers_view_of(c, lse_words);
   set_tangents(tangents, s.tangents, tout, tlse, &p.tangents);
   p.dout = view_of(c, dout);
   if (dlse.defined()) p.dlse = row_view_of(c, dlse);

@@ -19,6 +19,7 @@
 #include "dropout.h"
 #include "mask_extremes.h"
 #include "op_device.h"
+#include "score.h"
 #include "validate.h"
 
 namespace flashattn_ext {
@@ -42,13 +43,20 @@ using Stack = torch::jit::Stack;
 at::Tensor new_tensor(const AttnCall& c, c10::SymIntArrayRef shape, at::ScalarType dtype) {
   return at::empty_symint(shape, c.q.options().dtype(dtype));
 }
+// The words of rows whose forward wrote lse alone.
+void set_words_of_lse(const at::Tensor& lse, const at::Tensor& lse_words) {
+  constexpr double kInfinity = std::numeric_limits<double>::infinity();
+  lse_words.select(-1, 0).copy_(lse.mul(kLog2E<double>).masked_fill_(lse.eq(-kInfinity), kInfinity));
+  lse_words.select(-1, 1).zero_();
+}
 at::Tensor new_like(const AttnCall& c, const at::Tensor& t) { return new_tensor(c, t.sym_sizes(), c.q.scalar_type()); }
 
 void forward(const c10::OperatorHandle& op, Stack* stack) {
   Arguments arguments(op, stack);
   AttnCall c = arguments.call();
   const std::optional<at::Tensor> given_state = arguments.maybe_tensor();
-  const bool keeps_centres = arguments.flag(), returns_max_logits = arguments.flag();
+  const bool keeps_lse_words = arguments.flag(), keeps_centres = arguments.flag(),
+             returns_max_logits = arguments.flag();
   validate(c);
   validate_rng_state(given_state, c.dropout_p, c.q);
   const Device device(c.q);
@@ -57,15 +65,19 @@ void forward(const c10::OperatorHandle& op, Stack* stack) {
   const Backend* const backend = backend_of(c, device, false, &p);
   const at::Tensor out = new_tensor(c, c.out_shape(), c.dtype_of_out());
   const at::Tensor lse = new_tensor(c, c.lse_shape(), c.statistics_dtype());
-  const at::Tensor centres =
-      keeps_centres ? new_tensor(c, c.centres_shape(), c.statistics_dtype()) : new_tensor(c, {0}, c.statistics_dtype());
-  if (!backend) return arguments.finish(out, lse, centres, largest_of_rows_meta(c, returns_max_logits));
+  const auto kept = [&c](bool keeps, const std::vector<c10::SymInt>& shape) {
+    return keeps ? new_tensor(c, shape, c.statistics_dtype()) : new_tensor(c, {0}, c.statistics_dtype());
+  };
+  const at::Tensor lse_words = kept(keeps_lse_words, c.lse_words_shape());
+  const at::Tensor centres = kept(keeps_centres, c.centres_shape());
+  if (!backend) return arguments.finish(out, lse, lse_words, centres, largest_of_rows_meta(c, returns_max_logits));
 
   c = readable(std::move(c), *backend);
   const at::Tensor rng_state = given_state ? given_state->contiguous() : at::Tensor();
   set_memory(c, out, lse, rng_state, &p);
+  if (keeps_lse_words && backend->writes_lse_words) p.lse_words = row_numbers_view_of(c, lse_words);
   if (keeps_centres && writes_centres(c, *backend)) {
-    p.centres = centres_view_of(c, centres);
+    p.centres = row_numbers_view_of(c, centres);
   } else if (keeps_centres) {
     centres.zero_();
   }
@@ -73,9 +85,12 @@ void forward(const c10::OperatorHandle& op, Stack* stack) {
   if (!backend->sets_unowned_rows) {
     set_rows_of_no_sequence(c, out, lse);
     if (p.centres.data) set_rows_of_no_sequence(c.cu_seqlens_q, centres, 1, 0);
+    if (p.lse_words.data)
+      set_rows_of_no_sequence(c.cu_seqlens_q, lse_words, 1, std::numeric_limits<double>::infinity());
   }
   backend->forward(p);
-  arguments.finish(out, lse, centres, largest_of_rows(c, row_maxima, p, *backend));
+  if (keeps_lse_words && !backend->writes_lse_words) set_words_of_lse(lse, lse_words);
+  arguments.finish(out, lse, lse_words, centres, largest_of_rows(c, row_maxima, p, *backend));
 }
 
 void backward(const c10::OperatorHandle& op, Stack* stack) {
@@ -114,8 +129,10 @@ void backward(const c10::OperatorHandle& op, Stack* stack) {
     dlse = with_readable_rows(*b.dlse, -1, *backend);
     p.dlse = row_view_of(c, dlse);
   }
+  const at::Tensor lse_words = b.lse_words ? b.lse_words->contiguous() : at::Tensor();
+  if (b.lse_words) p.lse_words = row_numbers_view_of(c, lse_words);
   const at::Tensor centres = b.centres ? b.centres->contiguous() : at::Tensor();
-  if (b.centres) p.centres = centres_view_of(c, centres);
+  if (b.centres) p.centres = row_numbers_view_of(c, centres);
   p.dout = view_of(c, dout);
   p.dq = view_of(c, dq);
   p.dk = view_of(c, dk);
@@ -199,7 +216,8 @@ bool may_drop_weights(const c10::OperatorHandle& op, const Stack& stack) {
   return dropout_p.is_symbolic() || dropout_p.expect_float() > 0;
 }
 
-// The arguments are call_schema(), the seed and returns_max_logits. Only autograd keeps centres of rows (autograd.cpp).
+// The arguments are call_schema(), the seed and returns_max_logits. Only autograd keeps lse_words and the centres of
+// rows (autograd.cpp).
 void forward_call(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   static const c10::OperatorHandle pure = operator_named("flashattn_ext::forward");
   const at::Tensor q = Arguments(op, stack).tensor();
@@ -210,14 +228,14 @@ void forward_call(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack
   const at::Tensor rng_state = drops ? new_rng_state(q, seed.toOptional<c10::SymInt>()) : at::Tensor();
   seed = drops ? c10::IValue(rng_state) : c10::IValue();
   push_scalars(op, stack);
-  stack->insert(stack->end() - 2, c10::IValue(false));  // keeps_centres
+  stack->insert(stack->end() - 2, 2, c10::IValue(false));  // keeps_lse_words, keeps_centres
   // Under torch.vmap with randomness="different" the state may be batched although no tensor of the call is.
   if (rng_state.key_set().has(c10::DispatchKey::FuncTorchBatched)) {
     pure.callBoxed(stack);
   } else {
     run_in_place(pure, keys.remove(c10::DispatchKey::FuncTorchVmapMode), stack);  // not a key of the pure op
   }
-  stack->erase(stack->end() - 2);
+  stack->erase(stack->end() - 3, stack->end() - 1);  // lse_words, centres
 }
 
 void backward_call(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
@@ -260,8 +278,10 @@ void push_scalars(const c10::OperatorHandle& op, Stack* stack) {
 
 TORCH_LIBRARY(flashattn_ext, m) {
   const std::string call = call_schema();
-  const std::string gradients = ", Tensor? dout, Tensor? dlse, Tensor out, Tensor lse, Tensor? centres" +
-                                schema_of_needs() + ", Tensor? rng_state";
+  const std::string gradients =
+      ", Tensor? dout, Tensor? dlse, Tensor out, Tensor lse, Tensor? lse_words, Tensor? "
+      "centres" +
+      schema_of_needs() + ", Tensor? rng_state";
   const std::string results = " -> " + schema_of_gradients();
   const std::string mask =
       "Tensor rng_state, SymInt batch, SymInt heads, SymInt seqlen_q, SymInt seqlen_k, Scalar dropout_p, SymInt[]? "
@@ -270,11 +290,12 @@ TORCH_LIBRARY(flashattn_ext, m) {
   const auto def = [&m](const std::string& schema, const std::vector<at::Tag>& tags = {at::Tag::pt2_compliant_tag}) {
     m.def(schema.c_str(), tags);
   };
-  // rng_state: {seed, offset} of the dropout mask, None without dropout. keeps_centres: centres (bias.h) are [B, Hq,
-  // Sq, 3] or [Hq, total_q, 3]; otherwise they are empty. returns_max_logits: max_logits are fp32 [B, Hq] or
+  // rng_state: {seed, offset} of the dropout mask, None without dropout. keeps_lse_words: lse_words (lse_words.h) are
+  // [B, Hq, Sq, 2] or [Hq, total_q, 2]; keeps_centres: centres (bias.h) are [B, Hq, Sq, 3] or [Hq, total_q, 3];
+  // otherwise they are empty. returns_max_logits: max_logits are fp32 [B, Hq] or
   // [sequences, Hq]; otherwise they are empty.
-  def("forward(" + call + ", Tensor? rng_state, bool keeps_centres, bool returns_max_logits" + scalars +
-      ") -> (Tensor out, Tensor lse, Tensor centres, Tensor max_logits)");
+  def("forward(" + call + ", Tensor? rng_state, bool keeps_lse_words, bool keeps_centres, bool returns_max_logits" +
+      scalars + ") -> (Tensor out, Tensor lse, Tensor lse_words, Tensor centres, Tensor max_logits)");
   def("backward(" + call + gradients + scalars + ")" + results);
   def("dropout_mask(" + mask + scalars + ") -> Tensor");
   // rng_seed=None draws from torch's generator, so that equal calls give different results.

@@ -70,9 +70,10 @@ RecordedCall::RecordedCall(AutogradContext* ctx, variable_list* others, size_t c
   tensors_.erase(first, tensors_.end());
 }
 
-void RecordedCall::set_results(const at::Tensor& out, const at::Tensor& lse) {
+void RecordedCall::set_results(const at::Tensor& out, const at::Tensor& lse, const at::Tensor& lse_words) {
   tensors_[kOut] = out;
   tensors_[kLse] = lse;
+  tensors_[kLseWords] = lse_words;
 }
 
 variable_list RecordedCall::inputs() const {
@@ -109,7 +110,7 @@ variable_list RecordedCall::backward(const at::Tensor& dout, const at::Tensor& d
                                      InputFlags needs) const {
   static const Overloads op("flashattn_ext::backward");
   Stack stack = leading_arguments();
-  torch::jit::push(stack, value_of(dout), value_of(dlse), out(), lse(), value_of(centres));
+  torch::jit::push(stack, value_of(dout), value_of(dlse), out(), lse(), value_of(lse_words()), value_of(centres));
   push_flags(needs, &stack);
   stack.push_back(value_of(rng_state()));
   op.run(scalars(), &stack);
@@ -119,7 +120,7 @@ variable_list RecordedCall::backward(const at::Tensor& dout, const at::Tensor& d
 std::pair<at::Tensor, at::Tensor> RecordedCall::jvp(const variable_list& tangents) const {
   static const Overloads op("flashattn_ext::jvp");
   Stack stack = leading_arguments();
-  torch::jit::push(stack, out(), lse(), value_of(rng_state()));
+  torch::jit::push(stack, out(), lse(), value_of(lse_words()), value_of(rng_state()));
   for (const at::Tensor& tangent : tangents) stack.push_back(value_of(tangent));
   op.run(scalars(), &stack);
   return {stack[0].toTensor(), stack[1].toTensor()};
@@ -129,7 +130,8 @@ variable_list RecordedCall::second(const at::Tensor& dout, const at::Tensor& dls
                                    const at::Tensor& tlse, const variable_list& tangents, InputFlags needs) const {
   static const Overloads op("flashattn_ext::second");
   Stack stack = leading_arguments();
-  torch::jit::push(stack, out(), lse(), value_of(rng_state()), value_of(dout), value_of(dlse), tout, tlse);
+  torch::jit::push(stack, out(), lse(), value_of(lse_words()), value_of(rng_state()), value_of(dout), value_of(dlse),
+                   tout, tlse);
   for (const at::Tensor& tangent : tangents) stack.push_back(value_of(tangent));
   push_flags(needs, &stack);
   op.run(scalars(), &stack);

@@ -16,12 +16,13 @@ using InputFlags = std::array<bool, kInputs>;
 
 class RecordedCall {
  public:
-  // From the arguments of an op; `rng_state` is an index, out and lse are added by set_results().
+  // From the arguments of an op; `rng_state` is an index, the results are added by set_results().
   RecordedCall(const BoxedCall& call, size_t rng_state);
   // From a node that has called save(). `others` receives the tensors that were saved beside the call.
   RecordedCall(AutogradContext* ctx, variable_list* others, size_t count_of_others);
 
-  void set_results(const at::Tensor& out, const at::Tensor& lse);
+  // lse_words may be undefined.
+  void set_results(const at::Tensor& out, const at::Tensor& lse, const at::Tensor& lse_words);
   // Moves the call into the node.
   template <class SavingNode>
   void save(const SavingNode& node, variable_list others) && {
@@ -47,14 +48,15 @@ class RecordedCall {
                        const variable_list& tangents, InputFlags needs) const;
 
  private:
-  enum { kOut = kCallTensors, kLse, kRngState, kScalars };
+  enum { kOut = kCallTensors, kLse, kLseWords, kRngState, kScalars };
 
+  const at::Tensor& lse_words() const { return tensors_[kLseWords]; }
   const at::Tensor& rng_state() const { return tensors_[kRngState]; }
   Stack leading_arguments() const;
   variable_list scalars() const { return {tensors_.begin() + kScalars, tensors_.end()}; }
   variable_list gradients(const Stack& results, InputFlags needs) const;
 
-  variable_list tensors_;  // kCallTensors tensors, out, lse, rng_state, and the argument `scalars` of the pure ops
+  variable_list tensors_;  // kCallTensors tensors, out, lse, lse_words, rng_state, and the argument `scalars` of the pure ops
   c10::impl::GenericList options_;  // the other arguments that every attention op begins with
 };
 

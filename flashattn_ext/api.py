@@ -351,7 +351,7 @@ def backward(
     if placed.is_off(tensors, numbers):
         gradients = placed.backward(tensors, numbers, dout, dlse, out, lse, needs, rng_state)
     else:
-        gradients = ops.backward(*tensors, *numbers, dout, dlse, out, lse, None, *needs, rng_state)
+        gradients = ops.backward(*tensors, *numbers, dout, dlse, out, lse, None, None, *needs, rng_state)
     computed = [
         None if given is None else gradient for gradient, given in zip(gradients, differentiable(tensors), strict=True)
     ]

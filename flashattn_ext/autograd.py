@@ -39,10 +39,11 @@ class FlashAttentionFunction(torch.autograd.Function):
     torch.ops.flashattn_ext.forward, backward and jvp; torch.compile and the transforms of torch.func trace it, and it has the
     derivatives of docs/derivatives.md.
 
-    apply returns (out, lse, max_logits, centres, rng_state). out, lse and max_logits are as in forward; max_logits is empty
-    without return_max_logits. out and lse are differentiable, the others have no gradient. centres and rng_state are for the
-    backward: the centres of rows are [B, Hq, Sq, 3] or [Hq, total_q, 3] in the dtype of lse (csrc/bias.h), empty except in
-    calls with slopes or a relative bias, on GPUs in 16 bits; rng_state is int64 [2], empty without dropout.
+    apply returns (out, lse, max_logits, lse_words, centres, rng_state). out, lse and max_logits are as in forward; max_logits is
+    empty without return_max_logits. out and lse are differentiable, the others have no gradient. The last three are for the
+    backward: lse_words are the log-sum-exp of each row in two words, [B, Hq, Sq, 2] or [Hq, total_q, 2] in the dtype of lse
+    (csrc/lse_words.h); the centres of rows are [B, Hq, Sq, 3] or [Hq, total_q, 3] in the dtype of lse (csrc/bias.h), empty except
+    in calls with slopes or a relative bias, on GPUs in 16 bits; rng_state is int64 [2], empty without dropout.
 
     Args of apply, all of them by position:
         q, k, v, cu_seqlens_q, cu_seqlens_k, sink, alibi_slopes, relative_bias, bias, mask_intervals, mask_extremes: the fields of
@@ -65,36 +66,37 @@ class FlashAttentionFunction(torch.autograd.Function):
         q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, sink: Tensor | None,
         alibi_slopes: Tensor | None, relative_bias: Tensor | None, bias: Tensor | None, mask_intervals: Tensor | None,
         mask_extremes: Tensor | None, rng_seed: int | None, options: CallOptions, return_max_logits: bool,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         tensors = CallTensors(
             q, k, v, cu_seqlens_q, cu_seqlens_k, sink, alibi_slopes, relative_bias, bias, mask_intervals, mask_extremes
         )
         rng_state = ops.dropout_state(q, options.dropout_p, rng_seed)
         # Under torch.func, forward cannot know whether the gradients of slopes and relative biases are needed.
         keeps = keeps_centres(tensors, lambda _: True)
-        out, lse, centres, max_logits = ops.pure_forward(
-            *tensors, *options, rng_state, keeps, return_max_logits, ops.symbolic_numbers(options)
+        out, lse, lse_words, centres, max_logits = ops.pure_forward(
+            *tensors, *options, rng_state, True, keeps, return_max_logits, ops.symbolic_numbers(options)
         )
-        return out, lse, max_logits, centres, q.new_empty(0, dtype=torch.int64) if rng_state is None else rng_state
+        kept_state = q.new_empty(0, dtype=torch.int64) if rng_state is None else rng_state
+        return out, lse, max_logits, lse_words, centres, kept_state
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         *tensors, _rng_seed, ctx.options, _return_max_logits = inputs
-        out, lse, max_logits, centres, rng_state = output
-        ctx.save_for_backward(*tensors, out, lse, centres, rng_state)
+        out, lse, max_logits, *kept = output
+        ctx.save_for_backward(*tensors, out, lse, *kept)
         if not torch.compiler.is_compiling():  # torch.compile does not support save_for_forward and jvp
-            ctx.save_for_forward(*tensors, out, lse, centres, rng_state)
-        ctx.mark_non_differentiable(max_logits, centres, rng_state)
+            ctx.save_for_forward(*tensors, out, lse, *kept)
+        ctx.mark_non_differentiable(max_logits, *kept)
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_unused: None) -> tuple[Tensor | None, ...]:
-        *saved, out, lse, centres, rng_state = ctx.saved_tensors
+        *saved, out, lse, lse_words, centres, rng_state = ctx.saved_tensors
         results = dict.fromkeys(CallTensors._fields[: len(saved)])
         if dout is not None or dlse is not None:
             needed = dict(zip(CallTensors._fields, ctx.needs_input_grad, strict=False))
             gradients = ops.backward(
-                *CallTensors(*saved), *ctx.options, dout, dlse, out, lse, centres if centres.numel() else None, *[needed[name] for name in BIASES],
+                *CallTensors(*saved), *ctx.options, dout, dlse, out, lse, lse_words, centres if centres.numel() else None, *[needed[name] for name in BIASES],
                 rng_state if rng_state.numel() else None,
             )  # fmt: skip
             results |= {
@@ -105,10 +107,10 @@ class FlashAttentionFunction(torch.autograd.Function):
 
     @_HiddenFromDynamo
     def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        *saved, out, lse, _centres, rng_state = ctx.saved_tensors
+        *saved, out, lse, lse_words, _centres, rng_state = ctx.saved_tensors
         given = differentiable(CallTensors(*tangents[: len(saved)]))
         if all(tangent is None for tangent in given):
-            return (None,) * 5
+            return (None,) * 6
         # torch disables forward mode here, at every level of torch.func: tangents of outer levels would be lost silently.
         with forward_ad._set_fwd_grad_enabled(True):
             tensors = [
@@ -116,9 +118,15 @@ class FlashAttentionFunction(torch.autograd.Function):
                 for t, tangent in zip(saved, tangents, strict=False)
             ]
             tout, tlse = ops.jvp(
-                *CallTensors(*tensors), *ctx.options, out, lse, rng_state if rng_state.numel() else None, *given
+                *CallTensors(*tensors),
+                *ctx.options,
+                out,
+                lse,
+                lse_words,
+                rng_state if rng_state.numel() else None,
+                *given,
             )
-        return tout, tlse, None, None, None
+        return tout, tlse, None, None, None, None
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:

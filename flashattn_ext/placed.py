@@ -145,13 +145,13 @@ def backward(
     rng_state: Tensor | None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """The gradients of DIFFERENTIABLE; `needs` says for each of BIASES whether to compute it."""
-    _check(ops.backward, *tensors, *options, dout, dlse, out, lse, None, *needs, rng_state)
+    _check(ops.backward, *tensors, *options, dout, dlse, out, lse, None, None, *needs, rng_state)
     moved = _Moved(tensors, options)
     # The lse of a padding row may be any finite number: the row sees no key, and its gradients are 0.
     out, lse = moved.rows.add(out, moved.dim), moved.rows.add(lse, lse.dim() - 1)
     dout = None if dout is None else moved.rows.add(dout, moved.dim)
     dlse = None if dlse is None else moved.rows.add(dlse, dlse.dim() - 1)
-    results = ops.backward(*moved.tensors, *moved.options, dout, dlse, out, lse, None, *needs, rng_state)
+    results = ops.backward(*moved.tensors, *moved.options, dout, dlse, out, lse, None, None, *needs, rng_state)
     gradients = dict(zip(DIFFERENTIABLE, results, strict=True))
     for name, front in (("q", moved.rows), ("k", moved.keys), ("v", moved.keys)):
         gradients[name] = front.cut(gradients[name], moved.dim)

@@ -24,7 +24,7 @@ def _with_tangents(dims: str) -> list[str]:
 
 
 # These begin with the batch.
-_PER_ROW = ("q", "k", "v", "dout", "out", "centres", "dlse", "lse", "tq", "tk", "tv", "tout", "tlse")
+_PER_ROW = ("q", "k", "v", "dout", "out", "centres", "lse_words", "dlse", "lse", "tq", "tk", "tv", "tout", "tlse")
 _BROADCAST = [*_with_tangents("scores"), *_with_tangents("batch_kv_heads")]  # begin with the batch or with 1
 _PER_HEAD = _with_tangents("heads")
 _PER_HEAD_OR_BATCH = _with_tangents("batch_heads")  # [Hq] or [B, Hq]

@@ -78,8 +78,8 @@ def forward(
 
     centres and max_logits are empty unless requested.
     """
-    out, lse, centres, max_logits = ops.pure_forward(
-        *tensors, *options, rng_state, keeps_centres, returns_max_logits, []
+    out, lse, _, centres, max_logits = ops.pure_forward(
+        *tensors, *options, rng_state, False, keeps_centres, returns_max_logits, []
     )
     return out, lse, centres, max_logits
 
@@ -90,7 +90,7 @@ def backward(
 ) -> Gradients:  # fmt: skip
     """centres: as forward returns them; needs: for each of BIASES whether its gradient is needed."""
     dq, dk, dv, *others = ops.pure_backward(
-        *tensors, *options, dout, dlse, out, lse, centres, *needs, rng_state, []
+        *tensors, *options, dout, dlse, out, lse, None, centres, *needs, rng_state, []
     )  # fmt: skip
     computed = [dx if is_wanted else None for dx, is_wanted in zip(others, wanted(tensors, needs), strict=True)]
     return Gradients(dq, dk, dv, *computed)

@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from .. import ops
 from ..options import DIFFERENTIABLE, TENSORS
 
 # What one mesh dimension shards.
@@ -57,7 +56,7 @@ class _Layout:
         name = _PRIMALS.get(name, name)
         if name in ("q", "k", "v", "dout", "out"):
             return None if self.packed else 0, self.head_dim
-        if name in ("lse", "dlse", "centres"):
+        if name in ("lse", "dlse", "lse_words", "centres"):
             return (None, 0) if self.packed else (0, 1)
         if name == "max_logits":
             return None if self.packed else 0, 1
@@ -185,7 +184,7 @@ class _SharedCall:
 
 def _forward(_cls: Any, func: Any, _types: Any, args: Sequence[Any], _kwargs: Any) -> tuple[DTensor, ...]:
     call = _SharedCall(func, args)
-    out, lse, centres, max_logits = call.run()
+    out, lse, lse_words, centres, max_logits = call.run()
     a, layout = call.arguments, call.layout
     q, v = a["q"], a["v"]
     like_out = torch.empty((*q.shape[:-1], v.shape[-1]), device="meta")
@@ -193,9 +192,11 @@ def _forward(_cls: Any, func: Any, _types: Any, args: Sequence[Any], _kwargs: An
     like_lse = torch.empty(
         (layout.heads_q, rows) if layout.packed else (q.shape[0], layout.heads_q, rows), device="meta"
     )
-    like_centres = like_lse.unsqueeze(-1).expand(*like_lse.shape, ops.CENTRES)
-    whole_centres = (
-        call.whole("centres", centres, like_centres) if a["keeps_centres"] else _replicated(centres, call.mesh)
+    kept = (
+        call.whole(name, t, like_lse.unsqueeze(-1).expand(*like_lse.shape, t.shape[-1]))
+        if a[f"keeps_{name}"]
+        else _replicated(t, call.mesh)
+        for name, t in (("lse_words", lse_words), ("centres", centres))
     )
     like_max_logits = torch.empty(
         (a["cu_seqlens_q"].shape[0] - 1 if layout.packed else q.shape[0], layout.heads_q), device="meta"
@@ -205,7 +206,7 @@ def _forward(_cls: Any, func: Any, _types: Any, args: Sequence[Any], _kwargs: An
         if a["returns_max_logits"]
         else _replicated(max_logits, call.mesh)
     )
-    return call.whole("out", out, like_out), call.whole("lse", lse, like_lse), whole_centres, whole_max_logits
+    return call.whole("out", out, like_out), call.whole("lse", lse, like_lse), *kept, whole_max_logits
 
 
 def _backward(_cls: Any, func: Any, _types: Any, args: Sequence[Any], _kwargs: Any) -> tuple[Tensor, ...]:

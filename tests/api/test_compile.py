@@ -158,12 +158,14 @@ def test_opcheck(device: str, dtype: torch.dtype, varlen: bool, bhsd: bool, name
     rng_state = ops.rng_state(out, 5) if dropout else None
     scalars = [torch.tensor(value, dtype=torch.float64) for value in options if type(value) is float]
     assert len(scalars) == sum(str(a.type) == "number" for a in ops.forward.default._schema.arguments)
+    keeps_words = dropout
     for given in ([], scalars):
-        torch.library.opcheck(ops.forward.default, (*call, rng_state, keeps_centres, returns, given))
-        torch.testing.assert_close(ops.forward(*call, rng_state, keeps_centres, returns, given)[0], out)
+        torch.library.opcheck(ops.forward.default, (*call, rng_state, keeps_words, keeps_centres, returns, given))
+        torch.testing.assert_close(ops.forward(*call, rng_state, keeps_words, keeps_centres, returns, given)[0], out)
     for dlse in (None, torch.randn_like(lse)):
         centres = torch.rand(*lse.shape, 3, device=device) if keeps_centres else None
-        gradients = (torch.randn_like(out), dlse, out, lse, centres, True, dlse is None, True, rng_state)
+        words = torch.stack([lse * 1.4427, 0 * lse], -1) if keeps_words else None
+        gradients = (torch.randn_like(out), dlse, out, lse, words, centres, True, dlse is None, True, rng_state)
         without = [
             t.detach() if isinstance(t, torch.Tensor) else t for t in (*call, *gradients)
         ]  # it has no derivative
@@ -187,15 +189,16 @@ def test_opcheck_of_second_derivatives(dtype: torch.dtype, varlen: bool, bhsd: b
     with torch.no_grad():
         out, lse, _ = ops.forward.call(*tensors, *options, 5 if dropout else None, False)
     rng_state = ops.rng_state(out, 5) if dropout else None
+    words = torch.stack([lse * 1.4427, 0 * lse], -1) if dropout else None
     tangents = [None if t is None else torch.randn_like(t.detach()) for t in differentiable(tensors)]
-    arguments = (*tensors, *options, out, lse, rng_state, *tangents)
+    arguments = (*tensors, *options, out, lse, words, rng_state, *tangents)
     torch.library.opcheck(ops.jvp.call, arguments)
     torch.library.opcheck(ops.jvp.default, (*arguments, []))
     tout, tlse = (t.detach() for t in ops.jvp.call(*arguments))
     detached = [t.detach() if isinstance(t, torch.Tensor) else t for t in (*tensors, *options)]
     for dlse, given in ((None, tangents), (torch.randn_like(lse), [None] * 2 + tangents[2:])):
         dout, needs = torch.randn_like(out), (True, dlse is None, True)
-        second = (*detached, out, lse, rng_state, dout, dlse, tout, tlse, *given, *needs)
+        second = (*detached, out, lse, words, rng_state, dout, dlse, tout, tlse, *given, *needs)
         torch.library.opcheck(ops.second.call, second)
         torch.library.opcheck(ops.second.default, (*second, []))
 

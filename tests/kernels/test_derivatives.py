@@ -65,12 +65,12 @@ def derivatives(
     options = options._replace(deterministic=deterministic)
     state = ops.dropout_state(inputs.q, case.dropout_p, case.rng_seed)
     with torch.no_grad():
-        out, lse, _, _ = ops.pure_forward(*tensors, *options, state, False, False, [])
+        out, lse, words, *_ = ops.pure_forward(*tensors, *options, state, True, False, False, [])
         moved = [tangents.get(name) for name in TENSORS]
-        tout, tlse = OP.jvp(*tensors, *options, out, lse, state, *moved, [])
+        tout, tlse = OP.jvp(*tensors, *options, out, lse, words, state, *moved, [])
         needs = [name in case.needs_grad for name in TENSORS[4:]]
         dout, dlse = cotangents(case, out, lse)
-        found = OP.second(*tensors, *options, out, lse, state, dout, dlse, tout, tlse, *moved, *needs, [])
+        found = OP.second(*tensors, *options, out, lse, words, state, dout, dlse, tout, tlse, *moved, *needs, [])
     wanted = [name for name in inputs.leaves() if name in ("q", "k", "v", "sink") or name in case.needs_grad]
     gradients = {f"d{name}": grad for name, grad in zip(TENSORS, found, strict=True) if name in wanted}
     return {"tout": tout, "tlse": tlse, **gradients}
@@ -277,10 +277,10 @@ def test_an_invariant_call_has_the_tangents_of_an_ordinary_one(device: str, dtyp
     inputs = make_inputs(case, device)
     tensors, options = op_arguments(case, inputs)
     tangents = some_tangents(case, inputs, TENSORS)
-    out, lse, _, _ = ops.pure_forward(*tensors, *options, None, False, False, [])
+    out, lse, words, *_ = ops.pure_forward(*tensors, *options, None, True, False, False, [])
     moved = [tangents.get(name) for name in TENSORS]
-    expected = OP.jvp(*tensors, *options, out, lse, None, *moved, [])
-    got = OP.jvp(*tensors, *options._replace(invariant=True), out, lse, None, *moved, [])
+    expected = OP.jvp(*tensors, *options, out, lse, words, None, *moved, [])
+    got = OP.jvp(*tensors, *options._replace(invariant=True), out, lse, words, None, *moved, [])
     for name, of_ordinary, of_invariant in zip(("tout", "tlse"), expected, got, strict=True):
         assert_same_bits(of_invariant, of_ordinary, name)
 
@@ -380,7 +380,7 @@ def test_a_wrong_argument_is_named(device: str, argument: str) -> None:
     given = dict(dout=out, dlse=None, tout=out, tlse=lse, tq=t["q"], tk=t["k"], tv=t["v"], tsink=None)
     REFUSED[argument](given)
     with torch.no_grad(), pytest.raises((ValueError, TypeError), match=f"^{argument}: expected"):
-        OP.second(*tensors, *options, out, lse, None, *given.values(), *[None] * 3, *[False] * 3, [])
+        OP.second(*tensors, *options, out, lse, None, None, *given.values(), *[None] * 3, *[False] * 3, [])
 
 
 @pytest.mark.skipif(
