@@ -55,11 +55,11 @@ __global__ void __launch_bounds__(kFewKeysThreads)
     float logit[1][1][4] = {{{product}}};
     workspace.score.make_logits<T>(logit);
     const int64_t distance = key - i - mask.first_position();
-    float added = -bias.slope * fabsf(static_cast<float>(distance));
-    if (bias.relative && sees) added += bias.relative[bias.entry(distance)];
+    float added = -bias.slope * fabsf(static_cast<float>(distance)) * kLog2E<float>;
+    if (bias.relative && sees) added += in_log2_units(bias.relative[bias.entry(distance)]);
     const int64_t index = h * workspace.rows + (p.is_varlen() ? row : b * p.seqlen_q + row);
     const LseWords<float> words = workspace.words[index];
-    const float exponent = (logit[0][0][0] + added * kLog2E<float> - words.top) - words.log2_sum;
+    const float exponent = (logit[0][0][0] + added - words.top) - words.log2_sum;
     const float weight = sees ? exp2f(exponent) : 0.f;
     const float weights = sum_of_keys(weight), delta = sum_of_keys(sees ? weight * dp : 0.f);
     if (lane != 0) continue;

@@ -33,6 +33,11 @@ __device__ __forceinline__ void write_lse(const AttnParams& p, int64_t b, int64_
   *reinterpret_cast<float2*>(to) = make_float2(words.top, words.log2_sum);
 }
 
+// Writes the largest logit of a row, given in units of log2.
+__device__ __forceinline__ void write_largest(const AttnParams& p, int64_t b, int64_t h, int64_t row, float largest) {
+  *row_statistic(p.row_maxima, b, h, row) = in_natural_units(largest);
+}
+
 // The sink of a head, in units of log2; -inf when there is none.
 __device__ __forceinline__ float head_sink(const AttnParams& p, int64_t h) {
   const float sink = p.sink ? static_cast<const float*>(p.sink)[h] : 0.f;

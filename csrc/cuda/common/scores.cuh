@@ -206,7 +206,7 @@ struct OnlineSoftmax {
   __device__ __forceinline__ void write(const AttnParams& p, int b, int h, int64_t at, int r, float total) const {
     if (t() == 0) write_lse(p, b, h, at, max[r], total);
     if constexpr (kTellsLargest) {
-      if (t() == r && p.row_maxima.data) *row_statistic(p.row_maxima, b, h, at) = largest_logit * kLn2<float>;
+      if (t() == r && p.row_maxima.data) write_largest(p, b, h, at, largest_logit);
     }
   }
   // The same for both rows at once, of which row g is row `at`. exist: whether they are within the sequence.
@@ -217,7 +217,7 @@ struct OnlineSoftmax {
     at += second ? 8 : 0;
     write_lse(p, b, h, at, second ? max[1] : max[0], second ? totals[1] : totals[0]);
     if constexpr (kTellsLargest) {
-      if (p.row_maxima.data) *row_statistic(p.row_maxima, b, h, at) = largest_logit * kLn2<float>;
+      if (p.row_maxima.data) write_largest(p, b, h, at, largest_logit);
     }
   }
 

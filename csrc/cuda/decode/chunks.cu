@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(kThreads)
   }
   if (threadIdx.x != 0) return;
   write_lse(p, b, h, query, sum.max, sum.sum);
-  if (partials.largest) *row_statistic(p.row_maxima, b, h, query) = largest * kLn2<float>;
+  if (partials.largest) write_largest(p, b, h, query, largest);
 }
 
 int64_t chunks_of(const DecodeParams& p, const ChunkKernel& kernel) {

@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(kMostThreads)
     if (p.row_maxima.data == nullptr) return;
     float largest = -infinity();
     for (int n = 0; n < count; ++n) largest = fmaxf(largest, plan.partial_largest[slot_row(n)]);
-    *row_statistic(p.row_maxima, task.b, head, query) = largest * kLn2<float>;
+    write_largest(p, task.b, head, query, largest);
   }
 }
 

@@ -735,7 +735,7 @@ struct Split {
     Format::store(p, all.x, part().b, at.head, query, column, static_cast<int>(p.head_dim_v));
     if (column != 0) return;
     write_lse(p, part().b, at.head, query, all.row.max, all.row.sum);
-    if (p.row_maxima.data) *row_statistic(p.row_maxima, part().b, at.head, query) = largest_logit(i) * kLn2<float>;
+    if (p.row_maxima.data) write_largest(p, part().b, at.head, query, largest_logit(i));
   }
   __device__ __forceinline__ void store_partial(const Combined& all, int i, int column) {
     // Rows of two heads alternate in a slot.
