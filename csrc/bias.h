@@ -4,7 +4,8 @@
 //   logit(i, j) = capped score - slope * |d| + relative[clamp(d, -reach, reach) + reach] + bias[i][j],  d = j - i -
 //   shift
 //
-// where row i is at the position of key i + shift (BasicMask::first_position). With g the gradient of a logit,
+// where row i is at the position of key i + shift (BasicMask::first_position). Kernels add biases in units of log2
+// (in_log2_units in score.h), where every finite bias is finite. With g the gradient of a logit,
 //
 //   dslope = -sum g * |d|,  drelative[e] = the sum of g over the scores with that clamped distance,  dbias[i][j] = g
 //

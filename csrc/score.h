@@ -18,7 +18,11 @@
 // e: they turn each product into its logit, in natural units. They use only softmax_scale of the rule.
 //
 // Biases (bias.h) are no part of a rule. They are added to the logit and do not change its derivative with respect to
-// the product: log2(e) * logit = factor * x + bias.
+// the product: log2(e) * logit = factor * x + bias, with the bias in units of log2 (in_log2_units).
+//
+// Rounding. In calls without biases and softcap the exponent is fma(factor, x, -offset), whose product is exact, so
+// that the weights of a row have no rounding error beyond that of their common offset, which their sum has too. From
+// kRoundsProducts on the product is rounded first.
 //
 // A rule is a small struct that the host fills and a kernel takes by value and as a template argument. A new rule is a
 // struct here with the members of PlainScore.
@@ -37,6 +41,51 @@ template <class Real>
 constexpr Real kLn2 = static_cast<Real>(0.69314718055994530942);
 template <class Real>
 constexpr Real kSmallest = std::numeric_limits<Real>::min();  // above 0
+template <class Real>
+constexpr Real kInfinite = std::numeric_limits<Real>::infinity();
+template <class Real>
+constexpr Real kLargest = std::numeric_limits<Real>::max();
+
+// The offset is a rounded product. For the largest score of a row fma(factor, x, -offset) is therefore the rounding
+// error of the offset, which exceeds every exponent of fp32 from 2^31 on. A row whose offset is at least this large in
+// size rounds all of its products, as the offset is, and its largest weight is 1. Below, that error is at most 2^-9 in
+// fp32. The derivatives apply the same criterion to LseWords::top, so that they recompute the weights of the forward.
+template <class Real>
+constexpr Real kRoundsProducts = Real(1 << 16);
+template <class Real>
+FLASHATTN_HOST_DEVICE bool rounds_products(Real offset) {
+  return offset >= kRoundsProducts<Real> || offset <= -kRoundsProducts<Real>;
+}
+
+// Terms of a logit that are added to the scaled product (biases, sinks), from natural units to units of log2 and back.
+// log2(e) times a number near the largest one is infinite, and an infinite bias has another meaning. So numbers beyond
+// 2^126 (fp64: 2^1022) in size are narrowed first: their distance from that limit is halved, which keeps their order
+// and leaves them finite. -inf stays -inf, +inf stays +inf and NaN stays NaN. Two numbers there are equal, or further
+// apart than any exponent before and after.
+// Neighbours may become equal. narrowed() rounds once, with and without fused operations, so that equal numbers stay
+// equal in every kernel.
+template <class Real>
+constexpr Real kNarrowsFrom = 1 / kSmallest<Real>;
+template <class Real>
+FLASHATTN_HOST_DEVICE Real narrowed(Real natural) {
+  if (natural > kNarrowsFrom<Real>) return natural / 2 + kNarrowsFrom<Real> / 2;
+  if (natural < -kNarrowsFrom<Real>) return natural / 2 - kNarrowsFrom<Real> / 2;
+  return natural;
+}
+template <class Real>
+FLASHATTN_HOST_DEVICE Real in_log2_units(Real natural) {
+  return narrowed(natural) * kLog2E<Real>;
+}
+// The inverse, for results: log-sum-exp and largest logits.
+template <class Real>
+FLASHATTN_HOST_DEVICE Real in_natural_units(Real log2_units) {
+  const Real narrow = log2_units * kLn2<Real>;
+  const Real size = narrow < 0 ? -narrow : narrow;
+  if (!(size > kNarrowsFrom<Real>) || size == kInfinite<Real>) return narrow;
+  const Real above = size - kNarrowsFrom<Real>, room = kLargest<Real> - size;
+  const Real wide = size + (above < room ? above : room);  // of the largest number, rounding may have made more
+  return narrow < 0 ? -wide : wide;
+}
 
 #if !defined(FLASHATTN_NO_DOUBLE)
 // A softcap from this value on is ignored: for every scaled product s below 2^33 in size, cap * tanh(s / cap) differs

@@ -4,17 +4,10 @@
 // represent it as the largest finite number, because inf - inf would be NaN.
 #pragma once
 
-#include <limits>
-
 #include "portable.h"
 #include "score.h"
 
 namespace flashattn_ext {
-
-template <class Real>
-constexpr Real kInfinite = std::numeric_limits<Real>::infinity();
-template <class Real>
-constexpr Real kLargest = std::numeric_limits<Real>::max();
 
 // Whether a sink takes part in the softmax. A NaN sink does, so that the result is NaN.
 template <class Real>
@@ -22,17 +15,17 @@ FLASHATTN_HOST_DEVICE bool sink_counts(Real sink) {
   return sink != -kInfinite<Real>;
 }
 
-// The initial running maximum of a row with this sink, in units of log2.
+// The initial running maximum of a row with this sink, in units of log2. A finite sink is far below kLargest.
 template <class Real>
 FLASHATTN_HOST_DEVICE Real sink_maximum(Real sink) {
-  const Real maximum = sink * kLog2E<Real>;
+  const Real maximum = in_log2_units(sink);
   return maximum > kLargest<Real> ? kLargest<Real> : maximum;
 }
 
 // The log-sum-exp of a row, in natural units, from its maximum and log2 of its sum, both in units of log2.
 template <class Real>
 FLASHATTN_HOST_DEVICE Real row_lse(Real maximum, Real log2_sum) {
-  return maximum == kLargest<Real> ? kInfinite<Real> : (maximum + log2_sum) * kLn2<Real>;
+  return maximum == kLargest<Real> ? kInfinite<Real> : in_natural_units(maximum + log2_sum);
 }
 
 // Natural logarithm of the weight of a sink in a row with the given log-sum-exp: 0 if the sink takes all the weight.

@@ -150,7 +150,7 @@ class Backward : KeyTileWalk<Backward<In, Op, Accuracy, Rule>, AttnGradParams, I
     const int64_t units = ceil_div(p.head_dim, Op::kPack), units_v = ceil_div(p.head_dim_v, Op::kPack);
     if constexpr (kIsGeneral<Rule>) {
       const PanelOrigin next{row0 + lanes.end < queries.length, row0 + lanes.end, key0};
-      tile.biases.load_panel(bias, place, lanes, panel_keys);
+      tile.biases.load_panel(bias, place, lanes, panel_keys, scratch.rows.lse.narrows);
       score_product(qk, panel_keys, lanes, units, gradients.biases.adds_panels(),
                     [&](IndexRange part) { gradients.biases.ask_for(place, lanes, part); });
       score_product(dov, panel_keys, lanes, units_v, tile.biases.reads_panel(bias, next),

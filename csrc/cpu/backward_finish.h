@@ -1,9 +1,9 @@
-// Last stage of the backward: the gradient of the sink, dsink_h = -sum over all rows of exp(sink_h - lse_i) * delta_i.
+// Last stage of the backward: the gradient of the sink, dsink_h = -sum over all rows of p_i * delta_i, where p_i is the
+// weight of the sink in row i.
 // It also adds the terms of the centres of rows to the gradients of slopes and relative bias. Both come last because
 // the main stage replaces delta by a more exact value where it can.
 #pragma once
 
-#include "../sink.h"
 #include "backward_prepare.h"
 #include "views.h"
 
@@ -14,15 +14,14 @@ namespace FLASHATTN_ISA {
 template <class In, class Op>
 inline void finish_sink(const AttnGradParams& p, const BackwardWorkspace<In, Op>& workspace, int64_t h) {
   using Real = typename Op::Real;
-  const double sink = static_cast<double>(static_cast<const Real*>(p.sink)[h]);
+  const Real sink = static_cast<const Real*>(p.sink)[h];
   const bool has_weight = sink_counts(sink);
   double sum = 0;
   for (int64_t b = 0; has_weight && b < p.batch; ++b) {
     const Sequence queries = query_sequence(p, b);
-    const Real* lse = row_of<const Real>(p.lse, b, h, queries.start);
     const Real* delta = workspace.delta + h * workspace.rows + workspace.first_row(p, b, queries);
     for (int64_t i = 0; i < queries.length; ++i) {
-      sum -= std::exp(sink_log_weight(sink, static_cast<double>(lse[i]))) * static_cast<double>(delta[i]);
+      sum -= weight_of_sink(p, b, h, queries.start + i, sink) * static_cast<double>(delta[i]);
     }
   }
   static_cast<Real*>(p.dsink)[h] = static_cast<Real>(sum);
@@ -33,7 +32,7 @@ inline void finish_sink(const AttnGradParams& p, const BackwardWorkspace<In, Op>
 template <class In, class Op>
 inline void finish_biases(const AttnGradParams& p, const BackwardWorkspace<In, Op>& workspace, int64_t h) {
   using Real = typename Op::Real;
-  const double sink = p.sink ? static_cast<double>(static_cast<const Real*>(p.sink)[h]) : 0;
+  const Real sink = p.sink ? static_cast<const Real*>(p.sink)[h] : Real(0);
   const bool has_weight = p.has_sink && sink_counts(sink);
   Real* const ends = p.drelative_bias ? static_cast<Real*>(p.drelative_bias) + h * (2 * p.relative_reach + 1) : nullptr;
   double below = 0, above = 0;
@@ -43,11 +42,10 @@ inline void finish_biases(const AttnGradParams& p, const BackwardWorkspace<In, O
     double slope = 0;
     for (int64_t i = 0; i < queries.length; ++i) {
       const int64_t row = queries.start + i;
-      const double lse = static_cast<double>(*row_of<const Real>(p.lse, b, h, row));
-      if (lse == -kInfinite<double>) continue;
+      if (LseWords<Real>::of(p, b, h, row).is_of_no_key()) continue;
       double gradient = static_cast<double>(lse_gradient<Real>(p, b, h, row));
       if (has_weight) {
-        gradient += std::exp(sink_log_weight(sink, lse)) * static_cast<double>(delta[i]);
+        gradient += weight_of_sink(p, b, h, row, sink) * static_cast<double>(delta[i]);
       }
       const Real* const centres = row_of<const Real>(p.centres, b, h, row);
       slope -= gradient * static_cast<double>(centres[kDistance]);

@@ -3,6 +3,7 @@
 // ds_ij = p_ij * (dp_ij - delta_i) also when delta contains it.
 #pragma once
 
+#include "../lse_words.h"
 #include "backward_workspace.h"
 #include "convert.h"
 #include "head_mask.h"
@@ -15,6 +16,12 @@ template <class Real>
 inline Real lse_gradient(const AttnGradParams& p, int64_t b, int64_t h, int64_t row) {
   if (!p.dlse.data) return 0;
   return *row_of<const Real>(p.dlse, b, h, row);
+}
+
+// The weight of a sink in a row.
+template <class Real>
+inline double weight_of_sink(const AttnParams& p, int64_t b, int64_t h, int64_t row, Real sink) {
+  return std::exp2(static_cast<double>(LseWords<Real>::of(p, b, h, row).sink_log2_weight(sink)));
 }
 
 // The dot product of two rows.

@@ -99,6 +99,22 @@ inline void for_element_type(DType dtype, Body body) {
   body(float{});
 }
 
+// Whether a bias of -inf hides a key from a row, which are counted from the beginning of a tile.
+template <class Op, class Real>
+FLASHATTN_SHARED bool hides(const AttnParams& p, const HeadBias<Real>& head, const TilePlace& place, int64_t row,
+                            int64_t key) {
+  const int64_t distance = place.key0 + key - place.row0 - row - place.shift;
+  double bias = -static_cast<double>(head.slope) * static_cast<double>(distance < 0 ? -distance : distance);
+  if (head.relative) bias += static_cast<double>(head.relative[head.entry(distance)]);
+  if (head.bias) {
+    for_element_type<Op>(p.bias.dtype, [&](auto element) {
+      const auto* const elements = static_cast<const decltype(element)*>(head.bias);
+      bias += static_cast<double>(widen(elements[(place.row0 + row) * head.row_stride + place.key0 + key]));
+    });
+  }
+  return bias == -std::numeric_limits<double>::infinity();
+}
+
 inline int64_t dtype_bytes(DType dtype) { return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2; }
 
 // Prefetches a cache line to the L2 cache. The empty assembly keeps GCC from treating the function as free of side
@@ -185,10 +201,13 @@ class BiasTile {
   void load(const HeadBias<Real>& head, const TilePlace& place) const {
     if (has_diagonals_) load_diagonals(head, place);
   }
-  // Called before the logits of a panel; `keys` are the computed ones.
-  void load_panel(const HeadBias<Real>& head, const TilePlace& place, IndexRange lanes, IndexRange keys) const {
+  // Called before the logits of a panel; `keys` are the computed ones. narrows: whether the log-sum-exp of a row is
+  // known to be among the numbers that narrowed() of score.h changes.
+  void load_panel(const HeadBias<Real>& head, const TilePlace& place, IndexRange lanes, IndexRange keys,
+                  bool narrows = false) const {
     if (!has_elements_ || keys.begin >= keys.end) return;  // an empty range may begin beyond the tile
     for_element_type<Op>(dtype_, [&](auto element) { load_elements<decltype(element)>(head, place, lanes, keys); });
+    if (narrows) narrow_panel(lanes, keys);
   }
   // Whether the panel reads bias rows of its own, not a row that all queries share.
   bool reads_panel(const HeadBias<Real>& head, const PanelOrigin& panel) const {
@@ -214,20 +233,37 @@ class BiasTile {
           diagonals_(tile.diagonals_ + tile.places_.of(0, lane)),
           elements_(tile.elements_ + lane % kPanel<Op>) {}
 
-    // log2(e) times the logits of one key, given `scaled`, their values without biases. A bias of -inf masks a score,
-    // even a NaN or +inf.
+    // log2(e) times the logits of one key, given their values without biases, a rounded product. A bias of -inf masks
+    // a score, even a NaN or +inf.
     V logits(int64_t key, V scaled) const {
       if (!has_diagonals_ && !has_elements_) return scaled;
-      V bias = has_diagonals_ ? S::load(diagonals_ - key) : S::zero();
-      if (has_elements_) bias = S::fma(S::load(elements_ + key * kPanel<Op>), S::set1(kLog2E<Real>), bias);
+      const V bias = of_key<false>(key);
       return where_hidden(bias, S::set1(-kInfinity), scaled + bias);
     }
+    // The biases alone, of which none that is finite is infinite in units of log2.
+    V narrowed_biases(int64_t key) const { return of_key<true>(key); }
 
    private:
+    template <bool kNarrowed>
+    V of_key(int64_t key) const {
+      const V bias = has_diagonals_ ? S::load(diagonals_ - key) : S::zero();
+      if (!has_elements_) return bias;
+      const V element = S::load(elements_ + key * kPanel<Op>);
+      return S::fma(kNarrowed ? narrowed_lanes(element) : element, S::set1(kLog2E<Real>), bias);
+    }
+
     bool has_diagonals_, has_elements_;
     const Real *diagonals_, *elements_;
   };
 
+  // narrowed() of score.h for the elements of a bias.
+  static V narrowed_lanes(V element) {
+    const V half = element * S::set1(Real(0.5)), limit = S::set1(kNarrowsFrom<Real> / 2);
+    return S::max(half - limit, S::min(half + limit, element));
+  }
+  // Whether an element of the bias may be infinite in units of log2 though it is finite. Kernels look for such elements
+  // only in rows whose largest logit is as large in size: elsewhere they weigh 0 either way.
+  bool may_narrow() const { return has_elements_ && dtype_ != DType::kFloat16; }
   // `hidden` where the logit is -inf, otherwise x.
   static V where_hidden(V logit, V hidden, V x) {
     return S::where_less(logit, S::set1(std::numeric_limits<Real>::lowest()), hidden, x);
@@ -239,8 +275,14 @@ class BiasTile {
       const int64_t distance = places_.distance(place, n);
       const double alibi = -static_cast<double>(head.slope) * static_cast<double>(distance < 0 ? -distance : distance);
       const double relative = head.relative ? static_cast<double>(head.relative[head.entry(distance)]) : 0;
-      diagonals_[n] = static_cast<Real>((alibi + relative) * kLog2E<double>);
+      diagonals_[n] = rounded_log2_units(alibi + relative);
     }
+  }
+
+  // in_log2_units() of a sum that has not been rounded yet.
+  static Real rounded_log2_units(double natural) {
+    const auto rounded = static_cast<Real>(natural);
+    return narrowed(rounded) == rounded ? static_cast<Real>(natural * kLog2E<double>) : in_log2_units(rounded);
   }
 
   template <class Element>
@@ -264,6 +306,15 @@ class BiasTile {
       }
     }
   }
+  FLASHATTN_SHARED void narrow_panel(IndexRange lanes, IndexRange keys) const {
+    for (int64_t key = keys.begin; key < keys.end; ++key) {
+      for (int64_t lane = 0; lane < lanes.end - lanes.begin; lane += S::kWidth) {
+        Real* const element = elements_ + key * kPanel<Op> + lane;
+        S::store(element, narrowed_lanes(S::load(element)));
+      }
+    }
+  }
+
   // A bias that is broadcast along the rows.
   template <class Element>
   void repeat_row(const Element* row, IndexRange keys) const {

@@ -379,10 +379,11 @@ class Decode {
       for (int64_t j = 0; j < kDecodeKeys; j += kLine) prefetch<false>(row + kDecodeKeys + j);
       const int64_t whole = rows.count / W * W;
       for (int64_t j = 0; j < whole; j += W) {
-        S::store(to + j, WideVector<Real, Element>::load(row + j) * S::set1(kLog2E<Real>));
+        const V bias = BiasTile<Op>::narrowed_lanes(WideVector<Real, Element>::load(row + j));
+        S::store(to + j, bias * S::set1(kLog2E<Real>));
       }
       for (int64_t j = whole; j < kDecodeKeys; ++j) {
-        to[j] = j < rows.count ? static_cast<Real>(widen(row[j])) * kLog2E<Real> : Real(0);
+        to[j] = j < rows.count ? in_log2_units(static_cast<Real>(widen(row[j]))) : Real(0);
       }
     });
   }
@@ -515,10 +516,9 @@ class Decode {
         for (int64_t d = 0; d < w.columns_v; ++d) out[d] += from[d] * scale;
       }
     }
-    const bool empty = sum == 0;  // no visible key and no sink
-    write_out<In>(p, batch, h, row, out, empty ? Real(0) : Real(descale_of_values<In>(p, batch, hk)) / sum);
-    *row_of<Real>(p.lse, batch, h, row) = empty ? -kInfinity : row_lse(max, std::log2(sum));
-    if (p.row_maxima.data) *row_of<Real>(p.row_maxima, batch, h, row) = largest_logit(largest, sum);
+    const FinalRow<Real> of{max, sum, largest};
+    write_out<In>(p, batch, h, row, out, of.is_empty() ? Real(0) : Real(descale_of_values<In>(p, batch, hk)) / sum);
+    write_statistics(p, batch, h, row, of);
   }
 
   const DecodeParams& p;

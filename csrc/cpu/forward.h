@@ -5,7 +5,7 @@
 // V. Next: scores.h (what happens between the two products), gemm.h, pack.h.
 #pragma once
 
-#include "../sink.h"
+#include "../lse_words.h"
 #include "few_queries.h"
 #include "fp8.h"
 #include "gathered_rows.h"
@@ -73,25 +73,42 @@ struct FinalRow {
   Real max, sum, largest;
 
   bool is_empty() const { return sum == 0; }  // no visible key and no sink
+  LseWords<Real> words() const {
+    return is_empty() ? LseWords<Real>::of_no_key() : LseWords<Real>::of_row(max, std::log2(sum));
+  }
 };
 
 // The largest logit of a row in natural units. A vector maximum may forget a NaN, which the sum of weights does not.
 template <class Real>
 inline Real largest_logit(Real largest, Real sum) {
   const bool has_nan = sum != sum && largest != std::numeric_limits<Real>::infinity();
-  return has_nan ? sum : largest * kLn2<Real>;
+  return has_nan ? sum : in_natural_units(largest);
 }
 
-// Writes out, lse and the largest logit of a row. sums: its unnormalised out, which is scaled in place.
+// Writes the two words of the log-sum-exp of a row, where the call wants them.
+template <class Real>
+inline void write_words(const AttnParams& p, int64_t batch, int64_t head, int64_t row, const FinalRow<Real>& of) {
+  if (!p.lse_words.data) return;
+  *reinterpret_cast<LseWords<Real>*>(row_of<Real>(p.lse_words, batch, head, row)) = of.words();
+}
+// The statistics of a row that a call returns.
+template <class Real>
+inline void write_statistics(const AttnParams& p, int64_t batch, int64_t head, int64_t row, const FinalRow<Real>& of) {
+  const LseWords<Real> words = of.words();
+  *row_of<Real>(p.lse, batch, head, row) =
+      of.is_empty() ? -std::numeric_limits<Real>::infinity() : row_lse(words.top, words.log2_sum);
+  if (p.row_maxima.data) *row_of<Real>(p.row_maxima, batch, head, row) = largest_logit(of.largest, of.sum);
+  write_words(p, batch, head, row, of);
+}
+
+// Writes out and the statistics of a row. sums: its unnormalised out, which is scaled in place.
 template <class In, class Real>
 inline void write_row(const AttnParams& p, int64_t batch, int64_t head, int64_t row, Real* sums,
                       const FinalRow<Real>& of) {
   const Real inverse_keep = static_cast<Real>(1.0 / keep_probability(p.dropout_threshold));
   const Real factor = inverse_keep * descale_of_values<In>(p, batch, head / p.group_size());
   write_out<In>(p, batch, head, row, sums, of.is_empty() ? Real(0) : factor / of.sum);
-  *row_of<Real>(p.lse, batch, head, row) =
-      of.is_empty() ? -std::numeric_limits<Real>::infinity() : row_lse(of.max, std::log2(of.sum));
-  if (p.row_maxima.data) *row_of<Real>(p.row_maxima, batch, head, row) = largest_logit(of.largest, of.sum);
+  write_statistics(p, batch, head, row, of);
 }
 
 template <class In, class Op, class Accuracy, class Rule>
@@ -118,6 +135,7 @@ class Forward {
     row_count = lesser(size.queries, queries.length - row0);
     batch = b;
     head = h;
+    writes_words_only = cache && has_few_queries(*cache, b, kFloatLanes);
     if constexpr (kIsFloat8<In>) rule = make_rule<Rule>(p, descale_of_products<In>(p, b, h / p.group_size()));
     load_queries(queries);
     const IndexRange visible = mask.basic.keys_of(row0, row0 + row_count);
@@ -183,8 +201,9 @@ class Forward {
       }
       weigh<Accuracy>(tile, rule, scratch.rows, mask, lanes, panel_keys);
     }
-    // In an invariant call a value that is not finite reaches no row that does not see it, and is added in the same
-    // order in whole tiles and in partial ones.
+    if (writes_words_only) return;
+    // In an invariant call a value that is not finite reaches no row that does not see it, also where a bias of -inf
+    // hides it, and is added in the same order in whole tiles and in partial ones.
     const bool isolates = (p.has_intervals() && !mask.is_whole()) || p.invariant;
     StagedRows<Op> v_rows = stage_rows<Op>(rows.v, rows.v_stride, count, p.head_dim_v, scratch.staged);
     if (isolates) v_rows = scratch.isolated_v.find(rows.v, rows.v_stride, count, p.head_dim_v, v_rows);
@@ -198,10 +217,18 @@ class Forward {
     gemm<Order::kKMajor, Init::kScale>(pv, {0, row_count}, {0, scratch.columns_v}, KeysOfRows<Op>{mask});
     if (!isolates || !scratch.isolated_v.any()) return;
     const auto weight = [&](int64_t row, int64_t key) { return PanelForms<Op>::of_key(pv.a, size.queries, key, row); };
+    const auto add_to = [&](auto rows_of_key) {
+      const auto seen = [&](int64_t key, auto body) {
+        rows_of_key(key, [&](int64_t row) {
+          if (!kIsGeneral<Rule> || !hides<Op>(p, bias, place, row, key)) body(row);
+        });
+      };
+      scratch.isolated_v.add(scratch.out, scratch.columns_v, seen, weight);
+    };
     if (mask.is_whole()) {
-      scratch.isolated_v.add(scratch.out, scratch.columns_v, EveryRow{row_count}, weight);
+      add_to(EveryRow{row_count});
     } else {
-      scratch.isolated_v.add(scratch.out, scratch.columns_v, RowsThatSee<Op>{mask.limits()}, weight);
+      add_to(RowsThatSee<Op>{mask.limits()});
     }
   }
 
@@ -217,6 +244,10 @@ class Forward {
       const int64_t row = queries.start + row0 + i;
       const FinalRow<Real> of{scratch.rows.max[i], scratch.rows.sum[i],
                               p.row_maxima.data ? scratch.rows.largest[i] : Real(0)};
+      if (writes_words_only) {
+        write_words(p, batch, head, row, of);
+        continue;
+      }
       write_row<In>(p, batch, head, row, scratch.out + i * scratch.columns_v, of);
       for (int c = 0; p.centres.data && c < kCentres; ++c) {
         const Real centre = scratch.rows.centres.sums[c * size.queries + i];
@@ -235,14 +266,40 @@ class Forward {
   Panels<Op> q_transposed{};
   // The current query tile; lane_count is row_count rounded up to whole vectors.
   int64_t batch = 0, head = 0, row0 = 0, row_count = 0, lane_count = 0;
+  bool writes_words_only = false;
 };
 
-// cache: the same params in a decoding call, whose sequences with few queries are skipped.
+// The log-sum-exp, in units of log2 and in size, up to which the derivatives may read the words of decode.h. Its
+// products add up in another order than theirs: scores differ by a few roundings, and then the weights of a row add up
+// to another number than 1. These limits keep that error below 2^-18 in fp32 and below the rounding of 16-bit weights.
+template <class In>
+constexpr double kLargestTopOfDecode = sizeof(In) == 8   ? 1 << 15
+                                       : sizeof(In) == 4 ? 1 << 5
+                                                         : 1 << 10;
+
+// Whether the words of a sequence that decode.h has computed have to be replaced by those of forward.h.
+template <class In, class Real>
+inline bool replaces_words(const DecodeParams& p, int64_t b) {
+  if (!p.lse_words.data || p.invariant) return false;
+  const Sequence queries = query_sequence(p, b);
+  for (int64_t h = 0; h < p.heads_q; ++h) {
+    for (int64_t i = 0; i < queries.length; ++i) {
+      const Real top = LseWords<Real>::of(p, b, h, queries.start + i).top;
+      if (std::abs(top) > Real(kLargestTopOfDecode<In>) && std::abs(top) < kLargest<Real>) return true;
+    }
+  }
+  return false;
+}
+
+// cache: the same params in a decoding call, whose sequences with few queries are computed already: all but their
+// words where replaces_words().
 template <class In, class Op, class Accuracy, class Rule>
 void forward(const AttnParams& p, const DecodeParams* cache = nullptr) {
   const TileSize size = tile_size<Op>(p);
   auto tiles_of = [&](int64_t b) {
-    return cache && has_few_queries(*cache, b, kFloatLanes) ? 0 : ceil_div(query_sequence(p, b).length, size.queries);
+    const bool is_computed = cache && has_few_queries(*cache, b, kFloatLanes);
+    if (is_computed && !replaces_words<In, typename Op::Real>(*cache, b)) return int64_t{0};
+    return ceil_div(query_sequence(p, b).length, size.queries);
   };
   const int64_t scratch_bytes = ForwardScratch<In, Op>(p, nullptr).bytes;
   run_query_tiles(p, p.heads_q, tiles_of, [&](int worker) {

@@ -324,7 +324,7 @@ class InvariantDecode {
     V maxima = hidden;
     for (int64_t j = 0; j < lanes; j += W) {
       V score = rule.stored(S::load(scores + j));
-      if constexpr (kIsGeneral<Rule>) score = score * S::set1(rule.factor);
+      if constexpr (kIsGeneral<Rule>) score = unfused(score * S::set1(rule.factor));
       if (hides) score = S::where_less(S::load(scratch.hides + j), S::set1(Real(1)), score, hidden);
       S::store(scores + j, score);
       maxima = S::max(maxima, score);
@@ -336,9 +336,14 @@ class InvariantDecode {
     const Real old_max = scratch.max[r], new_max = old_max > tile_max ? old_max : tile_max;
     if (tile_max > scratch.largest[r] || tile_max != tile_max) scratch.largest[r] = tile_max;
     scratch.max[r] = new_max;
-    const Real offset = new_max == -kInfinity ? Real(0) : new_max;  // -inf - -inf would be NaN
+    Real offset = new_max == -kInfinity ? Real(0) : new_max;  // -inf - -inf would be NaN
     S::store(of_lanes, S::template exp2<Accuracy>(S::set1(old_max - offset)));
     scratch.rescale[r] = of_lanes[0];
+    if (!kIsGeneral<Rule> && rounds_products(offset)) {
+      S::store(of_lanes, S::set1(offset));
+      subtract_rounded<S>(scores, W, {0, lanes / W}, rule.factor, of_lanes);
+      offset = 0;
+    }
     const V minus_offset = S::set1(-offset);
     for (int64_t j = 0; j < lanes; j += W) {
       S::store(scores + j, S::template exp2<Accuracy>(S::fma(S::load(scores + j), factor, minus_offset)));

@@ -102,6 +102,8 @@ class Jvp {
     }
   }
 
+  LseWords<Real> words_of(int64_t i) const { return LseWords<Real>::of(p, batch, head, first_row + i); }
+
   Panels<Op> transposed(const TensorView& t, Unit* to) {
     const StagedRows<Op> rows = stage_rows<Op>(row_of<const In>(t, batch, head, first_row), t.row_stride, row_count,
                                                p.head_dim, scratch.staged);
@@ -112,10 +114,10 @@ class Jvp {
     lane_count = round_up(row_count, Op::S::kWidth);
     q_transposed = transposed(p.q, scratch.q_transposed);
     if (p.tangents.q.data) tq_transposed = transposed(p.tangents.q, scratch.tq_transposed);
-    const Real* lse = row_of<const Real>(p.lse, batch, head, first_row);
-    const TangentRows<Op>& rows = scratch.rows;
+    TangentRows<Op>& rows = scratch.rows;
+    rows.lse.begin(!kIsGeneral<Rule>);
     for (int64_t i = 0; i < lane_count; ++i) {
-      rows.lse[i] = i < row_count ? log2_of_sum(lse[i]) : std::numeric_limits<Real>::infinity();
+      rows.lse.set(i, i < row_count ? words_of(i) : LseWords<Real>::of_no_key());
       rows.total[i] = rows.pivot[i] = rows.deviation[i] = 0;
     }
     std::memset(scratch.out, 0, row_count * scratch.columns_v * sizeof(Real));
@@ -145,7 +147,7 @@ class Jvp {
     for (int64_t lane = 0; lane < lane_count; lane += kPanel<Op>) {
       const IndexRange lanes{lane, lesser(lane + kPanel<Op>, lane_count)}, panel_keys = mask.panel_keys(lane);
       if constexpr (kIsGeneral<Rule>) {
-        tile.biases.load_panel(bias, place, lanes, panel_keys);
+        tile.biases.load_panel(bias, place, lanes, panel_keys, scratch.rows.lse.narrows);
         tangents.biases.load_panel(tangent_bias, place, lanes, panel_keys);
       }
       score_product(qk, panel_keys, lanes, units);
@@ -183,25 +185,23 @@ class Jvp {
     const Real tangent_of_sink = p.tangents.sink ? static_cast<const Real*>(p.tangents.sink)[head] : Real(0);
     const TangentRows<Op>& rows = scratch.rows;
     for (int64_t i = 0; i < row_count; ++i) {
-      const Real lse = *row_of<const Real>(p.lse, batch, head, first_row + i);
-      const bool used = lse != -std::numeric_limits<Real>::infinity();
-      const Real sink_weight = used && has_sink ? std::exp(sink_log_weight(sink, lse)) : Real(0);
-      const Real mean = rows.deviation[i] + rows.pivot[i] * weight_of_keys(rows.total[i], 1 - sink_weight) +
-                        sink_weight * tangent_of_sink;
+      const LseWords<Real> words = words_of(i);
+      const bool used = !words.is_of_no_key();
+      const Real sink_weight = used && has_sink ? std::exp2(words.sink_log2_weight(sink)) : Real(0);
+      // The weights of a row add up to 1 with that of its sink, unless the caller passed the lse of a larger call.
+      const Real sum = rows.total[i] + sink_weight;
+      const bool has_all = std::abs(sum - 1) < weight_error(words.top);
+      const Real factor = has_all ? 1 / sum : Real(1),
+                 weight_of_keys = has_all ? 1 - factor * sink_weight : rows.total[i];
+      const Real mean = factor * (rows.deviation[i] + sink_weight * tangent_of_sink) + rows.pivot[i] * weight_of_keys;
       *row_of<Real>(p.tangents.lse, batch, head, first_row + i) = used ? mean : Real(0);
-      write_row(first_row + i, scratch.out + i * scratch.columns_v, inverse_keep,
+      write_row(first_row + i, scratch.out + i * scratch.columns_v, factor * inverse_keep,
                 used ? rows.pivot[i] - mean : Real(0));
     }
   }
-  // The sum of the weights of all keys of a row: its exact value if the computed sum is equal within its rounding
-  // error. Otherwise the caller passed the lse of a call with more keys.
-  static Real weight_of_keys(Real total, Real all) {
-    const bool is_all = total - all < kWeightError<Real> && all - total < kWeightError<Real>;
-    return is_all ? all : total;
-  }
-  void write_row(int64_t row, Real* sums, Real inverse_keep, Real factor_of_out) {
+  void write_row(int64_t row, Real* sums, Real factor_of_sums, Real factor_of_out) {
     widen_row(scratch.row, row_of<const In>(p.out, batch, head, row), p.head_dim_v);
-    for (int64_t d = 0; d < p.head_dim_v; ++d) sums[d] = sums[d] * inverse_keep + factor_of_out * scratch.row[d];
+    for (int64_t d = 0; d < p.head_dim_v; ++d) sums[d] = sums[d] * factor_of_sums + factor_of_out * scratch.row[d];
     narrow_row(row_of<In>(p.tangents.out, batch, head, row), sums, p.head_dim_v, Real(1));
   }
 

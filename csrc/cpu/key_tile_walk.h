@@ -135,18 +135,19 @@ class KeyTileWalk {
 
   // Reads the statistics of `rows` rows of head h from `row` on, an index into the tensors. delta_of_rows: in the
   // workspace. delta_scale: the factor of delta and dlse (GradientScales).
-  void load_statistics(const KnownRows<Real>& to, int64_t h, int64_t row, int64_t rows, int64_t lane_count,
+  void load_statistics(KnownRows<Real>& to, int64_t h, int64_t row, int64_t rows, int64_t lane_count,
                        const Real* delta_of_rows, Real delta_scale) const {
-    const Real infinity = std::numeric_limits<Real>::infinity();
-    const Real* lse = row_of<const Real>(p.lse, batch, h, row);
     const Real sink = p.sink ? static_cast<const Real*>(p.sink)[h] : Real(0);
     const bool has_sink = p.has_sink && sink_counts(sink);
+    to.lse.begin(!kIsGeneral<Rule>);
     for (int64_t i = 0; i < lane_count; ++i) {
-      const bool used = i < rows && lse[i] != -infinity;
-      to.lse[i] = i < rows ? log2_of_sum(lse[i]) : infinity;
+      using Words = LseWords<Real>;
+      const Words words = i < rows ? Words::of(p, batch, h, row + i) : Words::of_no_key();
+      to.lse.set(i, words);
       to.delta[i] = i < rows ? delta_of_rows[i] * delta_scale : Real(0);
       to.dlse[i] = i < rows ? lse_gradient<Real>(p, batch, h, row + i) * delta_scale : Real(0);
-      to.key_weight[i] = used && has_sink ? 1 - std::exp(sink_log_weight(sink, lse[i])) : Real(1);
+      to.sink_weight[i] = has_sink ? std::exp2(words.sink_log2_weight(sink)) : Real(0);
+      to.error[i] = weight_error(words.top);
     }
   }
 

@@ -9,6 +9,7 @@
 
 #include "bias_gradient.h"
 #include "keep_bits.h"
+#include "known_rows.h"
 #include "pack.h"
 #include "panel_mask.h"
 #include "score_rules.h"
@@ -86,24 +87,6 @@ struct GradientScales {
   Real dp, delta, dscore;  // dp includes the factor 1 / p_keep
 };
 
-// Row statistics of a query tile in the backward, [queries] each.
-template <class Real>
-struct KnownRows {
-  KnownRows(const TileSize& size, ScratchCarver* carve)
-      : lse(carve->take<Real>(size.queries)),
-        delta(carve->take<Real>(size.queries)),
-        dlse(carve->take<Real>(size.queries)),
-        key_weight(carve->take<Real>(size.queries)) {}
-
-  Real* lse;           // in units of log2; +inf for a fully masked row, so that every weight is 0
-  Real *delta, *dlse;  // times GradientScales::delta
-  Real* key_weight;    // the sum of the weights of all keys of a row: 1 minus the weight of its sink
-};
-
-// Bound on the rounding error of a sum of weights.
-template <class Real>
-constexpr Real kWeightError = Real(1) / 4096;
-
 // One vector of adjacent queries of a tile, from `lane` on: the code that `weigh` and `differentiate` share.
 template <class Op, bool kMasked, bool kDropout>
 class ScoreVector {
@@ -140,7 +123,7 @@ class ScoreVector {
   }
   // log2(e) * logit, with the biases of the tile; -inf where masked.
   V logit(const typename BiasTile<Op>::Lanes& biases, int64_t key, V score, V factor) const {
-    return visible(key, biases.logits(key, score * factor), hidden_logit());
+    return visible(key, biases.logits(key, unfused(score * factor)), hidden_logit());
   }
   static V hidden_logit() { return S::set1(-std::numeric_limits<Real>::infinity()); }
 
@@ -176,6 +159,38 @@ inline void with_limits(const ScoreTile<Op>& tile, const PanelMask<Op>& mask, In
   }
 }
 
+// For adjacent rows that round their products (rounds_products in score.h): replaces their stored scores x by
+// (factor * x - offset) / factor, which any later product with `factor` turns into exponents relative to the offset.
+// Scores of the other rows stay. scores: of the first of these rows; those of two keys are `stride` apart.
+template <class S, class Real>
+FLASHATTN_SHARED void subtract_rounded(Real* scores, int64_t stride, IndexRange keys, Real factor,
+                                       const Real* offsets) {
+  using V = typename S::V;
+  const V offset = S::load(offsets), size = S::max(offset, S::zero() - offset), factors = S::set1(factor);
+  for (int64_t j = keys.begin; j < keys.end; ++j) {
+    const V score = S::load(scores + j * stride), relative = unfused(score * factors) - offset;
+    S::store(scores + j * stride, S::where_less(size, S::set1(kRoundsProducts<Real>), score, relative / factors));
+  }
+}
+
+// For adjacent rows of which some have a largest logit that narrowed() of score.h changes: replaces the logits with
+// such biases, beside which a product is below the rounding error. Returns the new maxima of the rows.
+template <class Op, bool kMasked, bool kDropout>
+FLASHATTN_SHARED typename Op::S::V narrow_logits(const ScoreVector<Op, kMasked, kDropout> vector,
+                                                 const typename BiasTile<Op>::Lanes biases, IndexRange keys) {
+  using S = typename Op::S;
+  using V = typename S::V;
+  const V limit = S::set1(kNarrowsFrom<typename Op::Real>), hidden = vector.hidden_logit();
+  V maxima = hidden;
+  for (int64_t j = keys.begin; j < keys.end; ++j) {
+    const V bias = biases.narrowed_biases(j), size = S::max(bias, S::zero() - bias);
+    const V logit = S::where_less(limit, size, vector.visible(j, bias, hidden), vector.load(j));
+    vector.store(j, logit);
+    maxima = S::max(maxima, logit);
+  }
+  return maxima;
+}
+
 template <class Accuracy, bool kMasked, bool kDropout, class Op, class Rule>
 inline void weigh_vector(const ScoreTile<Op>& tile, const Rule rule, const RunningRows<Op>& rows, int64_t lane,
                          IndexRange keys) {
@@ -196,6 +211,13 @@ inline void weigh_vector(const ScoreTile<Op>& tile, const Rule rule, const Runni
       vector.store(j, logit);
       tile_max = S::max(tile_max, logit);
     }
+    if (tile.biases.may_narrow()) {
+      alignas(64) Real maxima[S::kWidth];
+      S::store(maxima, tile_max);
+      bool narrows = false;
+      for (int l = 0; l < S::kWidth; ++l) narrows |= maxima[l] > kNarrowsFrom<Real> || maxima[l] < -kNarrowsFrom<Real>;
+      if (narrows) tile_max = narrow_logits(vector, biases, keys);
+    }
   } else {
     const bool are_scores = rule.stores_products();
     for (int64_t j = keys.begin; j < keys.end; ++j) {
@@ -214,10 +236,20 @@ inline void weigh_vector(const ScoreTile<Op>& tile, const Rule rule, const Runni
   // Rows without a visible key so far have the maximum -inf, and -inf - -inf would be NaN.
   alignas(64) Real offset_lanes[S::kWidth];
   S::store(offset_lanes, new_max);
-  for (int l = 0; l < S::kWidth; ++l) offset_lanes[l] = offset_lanes[l] == -kInfinity ? Real(0) : offset_lanes[l];
-  const V offset = S::load(offset_lanes), minus_offset = S::zero() - offset;
+  bool rounds = false;
+  for (int l = 0; l < S::kWidth; ++l) {
+    offset_lanes[l] = offset_lanes[l] == -kInfinity ? Real(0) : offset_lanes[l];
+    rounds |= rounds_products(offset_lanes[l]);
+  }
+  V offset = S::load(offset_lanes);
   const V rescale = S::template exp2<Accuracy>(old_max - offset);
   S::store(rows.rescale + lane, rescale);
+  if (!kIsGeneral<Rule> && rounds) {
+    subtract_rounded<S>(tile.scores + lane, queries, keys, rule.factor, offset_lanes);
+    for (int l = 0; l < S::kWidth; ++l) offset_lanes[l] = rounds_products(offset_lanes[l]) ? Real(0) : offset_lanes[l];
+    offset = S::load(offset_lanes);
+  }
+  const V minus_offset = S::zero() - offset;
 
   V sum = S::zero();
   [[maybe_unused]] V centres[kCentres] = {S::zero(), S::zero(), S::zero()};
@@ -249,14 +281,17 @@ FLASHATTN_SHARED void weigh(const ScoreTile<Op>& tile, const Rule& rule, const R
   });
 }
 
-// The log-sum-exp of a row in units of log2, as the subtrahend of its exponents. A fully masked row has an lse of -inf:
-// with +inf instead, its exponents are -inf and not NaN, and its weights are 0.
-template <class Real>
-inline Real log2_of_sum(Real lse) {
-  return lse == -std::numeric_limits<Real>::infinity() ? -lse : lse * kLog2E<Real>;
+// Before the weights of a panel whose log-sum-exp is known: rows that round their products.
+template <class Op, class Rule>
+inline void round_products(const ScoreTile<Op>& tile, const Rule& rule, const KnownLse<typename Op::Real>& lse,
+                           IndexRange lanes, IndexRange keys) {
+  using S = typename Op::S;
+  for (int64_t lane = lanes.begin; lse.rounds && lane < lanes.end; lane += S::kWidth) {
+    subtract_rounded<S>(tile.scores + lane, tile.queries, keys, rule.factor, lse.large_top + lane);
+  }
 }
 
-// One vector of queries whose log-sum-exp is known.
+// One vector of queries whose log-sum-exp is known. Its rows that round their products went through round_products().
 template <class Accuracy, bool kMasked, bool kDropout, class Op, class Rule>
 class KnownVector {
   using S = typename Op::S;
@@ -265,12 +300,12 @@ class KnownVector {
 
  public:
   KnownVector() = default;
-  // lse: of the rows of the tile, as log2_of_sum() returns it.
-  KnownVector(const ScoreTile<Op>& tile, const Rule& rule, const Real* lse, int64_t lane)
+  KnownVector(const ScoreTile<Op>& tile, const Rule& rule, const KnownLse<Real>& lse, int64_t lane)
       : scores(tile, lane),
         biases_(tile.biases, lane),
         factor_(S::set1(rule.factor)),
-        minus_lse_(S::zero() - S::load(lse + lane)) {}
+        minus_top_(S::zero() - S::load(lse.top + lane)),
+        minus_log2_sum_(S::zero() - S::load(lse.log2_sum + lane)) {}
 
   // The input of weight(): a plain score, or in a general call log2(e) * logit.
   V exponent(int64_t key, V score) const {
@@ -279,8 +314,11 @@ class KnownVector {
   }
   V weight(int64_t key, V exponent) const {
     // If the log-sum-exp of a row is NaN, masked scores of the row must still give 0.
-    if constexpr (kIsGeneral<Rule>) return of_visible(key, exponent, S::template exp2<Accuracy>(exponent + minus_lse_));
-    return scores.template weight<Accuracy>(key, exponent, factor_, minus_lse_);
+    if constexpr (kIsGeneral<Rule>) {
+      return of_visible(key, exponent, S::template exp2<Accuracy>((exponent + minus_top_) + minus_log2_sum_));
+    }
+    return scores.visible(key, S::template exp2<Accuracy>(S::fma(exponent, factor_, minus_top_) + minus_log2_sum_),
+                          S::zero());
   }
   // x for visible scores, 0 for masked ones.
   V of_visible(int64_t key, V exponent, V x) const {
@@ -292,7 +330,7 @@ class KnownVector {
 
  private:
   typename BiasTile<Op>::Lanes biases_;
-  V factor_, minus_lse_;
+  V factor_, minus_top_, minus_log2_sum_;
 };
 
 // One vector of queries in the backward, with its row statistics.
@@ -326,8 +364,8 @@ class GradientVector : public KnownVector<Accuracy, kMasked, kDropout, Op, Rule>
 };
 
 // Recomputes delta for one vector of rows that see no key outside of the tile: the row sum of P * dP, minus the
-// gradient of lse. If the weights of a row do not add up to its key_weight, the caller passed the lse of a call with
-// more keys (ring attention, for example), and the row keeps its delta.
+// gradient of lse, with weights that add up to 1 (KnownRows::normalise). If the caller passed the lse of a call with
+// more keys (ring attention, for example), the row keeps its delta.
 template <class Accuracy, bool kMasked, bool kDropout, class Op, class Rule>
 inline void find_delta(const ScoreTile<Op>& tile, const GradientTile<Op>& gradients, const Rule& rule,
                        const GradientScales<typename Op::Real, Rule>& scales, const KnownRows<typename Op::Real>& rows,
@@ -337,15 +375,16 @@ inline void find_delta(const ScoreTile<Op>& tile, const GradientTile<Op>& gradie
   const V given = S::load(rows.delta + lane);
   S::store(rows.delta + lane, S::zero());
   const GradientVector<Accuracy, kMasked, kDropout, Op, Rule> vector(tile, gradients, rule, scales, rows, lane);
-  V minus_delta = S::load(rows.dlse + lane), sum = S::zero();
+  V dot = S::zero(), sum = S::zero();
   for (int64_t j = keys.begin; j < keys.end; ++j) {
     const V exponent = vector.exponent(j, vector.scores.load(j));
     const V weight = vector.weight(j, exponent);
     sum = sum + weight;
-    minus_delta = minus_delta - vector.logit_gradient(j, exponent, weight);
+    dot = dot + vector.logit_gradient(j, exponent, weight);
   }
-  const V all = S::load(rows.key_weight + lane), error = S::set1(kWeightError<typename Op::Real>);
-  S::store(rows.delta + lane, S::where_in_range(sum, all - error, all + error, S::zero() - minus_delta, given));
+  const V factor = rows.template normalise<S>(lane, sum);
+  const V delta = S::fma(dot, factor, S::zero() - S::load(rows.dlse + lane));
+  S::store(rows.delta + lane, S::where_less(S::zero(), factor, delta, given));
 }
 
 template <class Accuracy, bool kMasked, bool kDropout, int kVectors, class Op, class Rule>
@@ -426,6 +465,8 @@ FLASHATTN_SHARED void differentiate(const ScoreTile<Op>& tile, const GradientTil
   static_assert(kTileVectors == 2, "a panel has one or two vectors");
   if constexpr (kIsGeneral<Rule>) {
     if (rule.capped) store_scores(tile, rule, lanes, keys);
+  } else {
+    round_products(tile, rule, rows.lse, lanes, keys);
   }
   with_limits(tile, mask, lanes, keys, [&](auto masked, auto dropout) {
     constexpr bool kMasked = decltype(masked)::value, kDropout = decltype(dropout)::value;

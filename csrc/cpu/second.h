@@ -225,7 +225,7 @@ class Second : KeyTileWalk<Second<In, Op, Accuracy, Rule>, SecondParams, In, Op,
     const IndexRange panel_keys = mask.panel_keys(lanes.begin);
     const int64_t units = ceil_div(p.head_dim, Op::kPack), units_v = ceil_div(p.head_dim_v, Op::kPack);
     if constexpr (kIsGeneral<Rule>) {
-      tile.biases.load_panel(bias, place, lanes, panel_keys);
+      tile.biases.load_panel(bias, place, lanes, panel_keys, scratch.rows.known.lse.narrows);
       tangents.biases.load_panel(tangent_bias, place, lanes, panel_keys);
     }
     const Panels<Op>& dout = scratch.dout.transposed;
@@ -296,18 +296,17 @@ inline void prepare_r(const SecondParams& p, const SecondWorkspace<In, Op>& work
 template <class In, class Op>
 inline void finish_second_sink(const SecondParams& p, const SecondWorkspace<In, Op>& workspace, int64_t h) {
   using Real = typename Op::Real;
-  const double sink = static_cast<double>(static_cast<const Real*>(p.sink)[h]);
+  const Real sink = static_cast<const Real*>(p.sink)[h];
   const double tangent = p.tangents.sink ? static_cast<double>(static_cast<const Real*>(p.tangents.sink)[h]) : 0;
   double sum = 0;
   for (int64_t b = 0; sink_counts(sink) && b < p.batch; ++b) {
     const Sequence queries = query_sequence(p, b);
-    const Real* const lse = row_of<const Real>(p.lse, b, h, queries.start);
     const Real* const tlse = row_of<const Real>(p.tangents.lse, b, h, queries.start);
     const Real *const delta = workspace.delta_of(p, b, h), *const r = workspace.r_of(p, b, h);
     for (int64_t i = 0; i < queries.length; ++i) {
       const double moved = tangent - static_cast<double>(tlse[i]);
       const double gradient = static_cast<double>(delta[i]) * moved + static_cast<double>(r[i]);
-      sum -= std::exp(sink_log_weight(sink, static_cast<double>(lse[i]))) * gradient;
+      sum -= weight_of_sink(p, b, h, queries.start + i, sink) * gradient;
     }
   }
   static_cast<Real*>(p.dsink)[h] = static_cast<Real>(sum);

@@ -93,20 +93,20 @@ inline void find_row_sums(const ScoreTile<Op>& tile, const TangentTile<Op>& tang
   using S = typename Op::S;
   using V = typename S::V;
   const SecondVector<Accuracy, kMasked, kDropout, Op, Rule> vector(tile, tangents, second, rule, rows, lane);
-  V sum = S::zero(), r = S::zero(), delta = S::zero() - S::load(rows.known.dlse + lane);
+  V sum = S::zero(), r = S::zero(), dot = S::zero();
   for (int64_t j = keys.begin; j < keys.end; ++j) {
     const V score = vector.scores.load(j), exponent = vector.exponent(j, score), weight = vector.weight(j, exponent);
     const V dp = vector.dp(j), moved = vector.moved(j, rule, vector.tangent.product(j), score);
     sum = sum + weight;
-    delta = delta + vector.of_visible(j, exponent, weight * dp);
+    dot = dot + vector.of_visible(j, exponent, weight * dp);
     r = r + vector.of_visible(j, exponent, weight * S::fma(dp, moved, vector.of_values(j)));
   }
-  const V all = S::load(rows.known.key_weight + lane), error = S::set1(kWeightError<typename Op::Real>);
+  const V factor = rows.known.template normalise<S>(lane, sum);
   const auto keep_exact = [&](auto* to, V exact) {
-    S::store(to, S::where_in_range(sum, all - error, all + error, exact, S::load(to)));
+    S::store(to, S::where_less(S::zero(), factor, exact, S::load(to)));
   };
-  keep_exact(rows.known.delta + lane, delta);
-  keep_exact(rows.r + lane, r);
+  keep_exact(rows.known.delta + lane, S::fma(dot, factor, S::zero() - S::load(rows.known.dlse + lane)));
+  keep_exact(rows.r + lane, r * factor);
 }
 
 template <class Accuracy, bool kMasked, bool kDropout, int kVectors, class Op, class Rule>
@@ -179,6 +179,8 @@ FLASHATTN_SHARED void differentiate_twice(const ScoreTile<Op>& tile, const Tange
   static_assert(kTileVectors == 2, "a panel has one or two vectors");
   if constexpr (kIsGeneral<Rule>) {
     if (rule.capped) store_scores(tile, rule, lanes, keys);
+  } else {
+    round_products(tile, rule, rows.known.lse, lanes, keys);
   }
   with_limits(tile, mask, lanes, keys, [&](auto masked, auto dropout) {
     constexpr bool kMasked = decltype(masked)::value, kDropout = decltype(dropout)::value;

@@ -88,6 +88,19 @@ struct GenericSimd {
 template <class T>
 struct Simd : GenericSimd<T> {};
 
+// A product that has been rounded: the compiler may not fuse its multiplication with a later addition.
+template <class V>
+inline V unfused(V product) {
+#if defined(__x86_64__)
+  asm("" : "+v"(product));
+#elif defined(__aarch64__)
+  asm("" : "+w"(product));
+#else
+  asm("" : "+m"(product));
+#endif
+  return product;
+}
+
 #if defined(FLASHATTN_ISA_AVX512)
 
 template <>

@@ -98,7 +98,7 @@ struct TangentRows {
   using Real = typename Op::Real;
 
   TangentRows(const TileSize& size, ScratchCarver* carve)
-      : lse(carve->take<Real>(size.queries)),
+      : lse(size, carve),
         total(carve->take<Real>(size.queries)),
         pivot(carve->take<Real>(size.queries)),
         deviation(carve->take<Real>(size.queries)) {}
@@ -111,7 +111,7 @@ struct TangentRows {
     }
   }
 
-  Real* lse;        // log2_of_sum()
+  KnownLse<Real> lse;
   Real* total;      // sum of the weights of all keys so far
   Real* pivot;      // until `total` is above 0, the part of the biases alone
   Real* deviation;  // sum of P * (A - pivot)
@@ -193,6 +193,8 @@ FLASHATTN_SHARED void weigh_tangents(const ScoreTile<Op>& tile, const TangentTil
                                      const PanelMask<Op>& mask, IndexRange lanes, IndexRange keys) {
   if constexpr (kIsGeneral<Rule>) {
     if (rule.capped) store_scores(tile, rule, lanes, keys);
+  } else {
+    round_products(tile, rule, rows.lse, lanes, keys);
   }
   with_limits(tile, mask, lanes, keys, [&](auto masked, auto dropout) {
     constexpr bool kMasked = decltype(masked)::value, kDropout = decltype(dropout)::value;

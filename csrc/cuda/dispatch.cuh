@@ -110,7 +110,7 @@ class Dispatch {
     backend.runs_few_queries = runs_few_queries;
     backend.mask_extremes = cuda_mask_extremes;
     backend.max_logits = cuda_max_logits;
-    backend.writes_centres = true;
+    backend.writes_centres = backend.writes_lse_words = true;
     backend.sets_unowned_rows = true;
     backend.supports_derivatives = supports_derivatives;
     backend.jvp_workspace_bytes = jvp_workspace_bytes;

@@ -1,5 +1,5 @@
-// Last stage of the backward: dq from its fp32 sums, and the gradient of the sink, -sum of exp(sink - lse) * delta over
-// all rows of a head in a fixed order.
+// Last stage of the backward: dq from its fp32 sums, and the gradient of the sink, minus the sum of its weights times
+// delta over all rows of a head in a fixed order.
 #pragma once
 
 #include "../ptx/grid.cuh"
@@ -73,10 +73,10 @@ __global__ void __launch_bounds__(kSinkThreads)
   double sum = 0;
   for (int64_t i = threadIdx.x; sink_counts(sink) && i < workspace.rows; i += kSinkThreads) {
     const int64_t b = p.is_varlen() ? 0 : i / p.seqlen_q, row = p.is_varlen() ? i : i % p.seqlen_q;
-    const float lse = *row_statistic(p.lse, b, h, row);
-    if (lse == -infinity()) continue;  // a packed row that belongs to no sequence
-    sum -=
-        static_cast<double>(expf(sink_log_weight(sink, lse))) * term(p, workspace, b, h, row, h * workspace.rows + i);
+    const auto words = LseWords<float>::of(p, b, h, row);
+    if (words.is_of_no_key()) continue;  // a packed row that belongs to no sequence
+    sum -= static_cast<double>(exp2f(words.sink_log2_weight(sink))) *
+           term(p, workspace, b, h, row, h * workspace.rows + i);
   }
   part[threadIdx.x] = sum;
   for (int half = kSinkThreads / 2; half > 0; half /= 2) {

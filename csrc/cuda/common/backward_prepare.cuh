@@ -1,7 +1,7 @@
 // First stage of the backward: delta = <dout, out> - dlse of every row (Dao 2023, "FlashAttention-2", Algorithm 2, line
-// 4), and lse in units of log2. With dropout, delta is divided by the scale of the kept weights: the main stage then
-// scales no weight, and multiplies its sums by the scale once, at the end. The same launch zeroes the buffers that the
-// main stage adds to.
+// 4), and lse in units of log2, as one word or a mark and as two words. With dropout, delta is divided by the scale of
+// the kept weights: the main stage then scales no weight, and multiplies its sums by the scale once, at the end. The
+// same launch zeroes the buffers that the main stage adds to.
 #pragma once
 
 #include <algorithm>
@@ -9,6 +9,7 @@
 #include "aligned_rows.h"
 #include "backward_workspace.h"
 #include "call.h"
+#include "large_rows.cuh"
 #include "launch.cuh"
 #include "rows.cuh"
 #include "tile.cuh"
@@ -62,10 +63,12 @@ __global__ void __launch_bounds__(kPrepareThreads)
   }
   for (int distance = lanes / 2; distance > 0; distance /= 2) delta += __shfl_xor_sync(~0u, delta, distance);
   if (!valid || lane != 0) return;
-  const float lse = *row_statistic(p.lse, b, h, row);
+  const LseWords<float> words = LseWords<float>::of(p, b, h, row);
   const float dlse = p.dlse.data ? *row_statistic(p.dlse, b, h, row) : 0.f;
-  workspace.delta[index] = (delta - dlse) / workspace.keep_scale;
-  workspace.lse[index] = lse == -infinity() ? infinity() : lse * kLog2E<float>;
+  const bool one_weight = has_one_weight(words);
+  workspace.delta[index] = ((one_weight ? 0.f : delta) - dlse) / workspace.keep_scale;
+  workspace.lse[index] = one_weight ? mark_of_one_weight() : one_word(words.sum());
+  workspace.words[index] = words;
 }
 
 template <class T>

@@ -5,6 +5,7 @@
 #include <cuda_runtime.h>
 
 #include "../../dropout.h"
+#include "../../lse_words.h"
 #include "../../score.h"
 #include "../../seqlen.h"
 #include "carver.h"
@@ -18,10 +19,12 @@ namespace flashattn_ext {
 struct BackwardWorkspace {
   using Score = PlainScore<float, false>;
 
-  float *delta, *lse;    // delta / keep_scale; lse in units of log2, +inf for fully masked rows
-  float* dq;             // [Hq][tiles][tile_floats], in the order of the main stage's accumulators
-  int* dq_added;         // deterministic calls: [Hq][tiles][dq_parts], how many key tiles have added to a part of dq
-  int* key_tiles_taken;  // by thread blocks (TileGrid::taken)
+  // delta / keep_scale; lse as one word or the mark of large_rows.cuh, in units of log2, +inf for fully masked rows.
+  float *delta, *lse;
+  LseWords<float>* words;  // the same lse as two words
+  float* dq;               // [Hq][tiles][tile_floats], in the order of the main stage's accumulators
+  int* dq_added;           // deterministic calls: [Hq][tiles][dq_parts], how many key tiles have added to a part of dq
+  int* key_tiles_taken;    // by thread blocks (TileGrid::taken)
   Score score;
   float keep_scale;      // of the weights that dropout keeps
   float gradient_scale;  // of the sums for dq and dk
@@ -40,6 +43,7 @@ struct BackwardWorkspace {
     Carver carver(p.workspace);
     delta = carver.take<float>(p.heads_q * rows);
     lse = carver.take<float>(p.heads_q * rows);
+    words = carver.take<LseWords<float>>(p.heads_q * rows);
     dq = carver.take<float>(p.heads_q * tiles * tile_floats);
     dq_added = carver.take<int>(p.deterministic ? p.heads_q * tiles * dq_parts : 0);
     key_tiles_taken = carver.take<int>(1);
@@ -49,6 +53,14 @@ struct BackwardWorkspace {
   // The workspace of a call without softcap and biases, from `base`; as GeneralWorkspace has for the others.
   static BackwardWorkspace complete(const AttnGradParams&, const BackwardWorkspace& base, int, int) { return base; }
 
+  // words_of(...)(i): the words of row first + i of a sequence.
+  struct WordsOfRows {
+    const LseWords<float>* first;
+    __device__ __forceinline__ LseWords<float> operator()(int row) const { return first[row]; }
+  };
+  __device__ __forceinline__ WordsOfRows words_of(const AttnParams& p, int b, int h, int first) const {
+    return {words + h * rows + (p.is_varlen() ? query_sequence(p, b).start : b * p.seqlen_q) + first};
+  }
   __host__ __device__ int64_t dense_tiles(const AttnParams& p) const {
     return (p.seqlen_q + tile_rows - 1) / tile_rows;
   }

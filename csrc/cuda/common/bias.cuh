@@ -81,8 +81,11 @@ struct TileBias : DistanceBias<kTransposed, kRowTiles, kColumnTiles> {
   }
 
  private:
+  // Rounded once, in every kernel. Element: of the bias; fp16 has no number that narrowed() changes.
+  template <class Element>
   static __device__ __forceinline__ void add_log(float& logit, float bias) {
-    logit = add_bias(logit, bias * kLog2E<float>);
+    const float narrow = std::is_same_v<Element, __half> ? bias : narrowed_beyond(kNarrowsFrom<float>, bias);
+    logit = bias == -infinity() ? -infinity() : fmaf(narrow, kLog2E<float>, logit);
   }
   template <class Element>
   __device__ __forceinline__ const Element* element(int rows, int keys) const {
@@ -108,7 +111,8 @@ struct TileBias : DistanceBias<kTransposed, kRowTiles, kColumnTiles> {
         bias[i][n][e] = exists ? widen(first[rows * head.row_stride + keys]) : 0.f;
       };
       each_element<kRowTiles, kTogether>(read);
-      each_element<kRowTiles, kTogether>([&](int i, int n, int e) { add_log(logits[i][group + n][e], bias[i][n][e]); });
+      each_element<kRowTiles, kTogether>(
+          [&](int i, int n, int e) { add_log<Element>(logits[i][group + n][e], bias[i][n][e]); });
     }
   }
 
@@ -125,8 +129,8 @@ struct TileBias : DistanceBias<kTransposed, kRowTiles, kColumnTiles> {
 #pragma unroll
           for (int m = 0; m < 4; ++m) {
             const float2 bias = TensorCore<Narrow>::unpack(pairs[m]);
-            add_log(logits[i][n + m][2 * r], bias.x);
-            add_log(logits[i][n + m][2 * r + 1], bias.y);
+            add_log<Narrow>(logits[i][n + m][2 * r], bias.x);
+            add_log<Narrow>(logits[i][n + m][2 * r + 1], bias.y);
           }
         }
       }

@@ -21,11 +21,11 @@ static __device__ __forceinline__ double sum_of_centres(const AttnGradParams& p,
   double sum = 0;
   for (int64_t i = begin + threadIdx.x; i < end; i += kBiasFinishThreads) {
     const int64_t b = p.is_varlen() ? 0 : i / p.seqlen_q, row = p.is_varlen() ? i : i % p.seqlen_q;
-    const float lse = *row_statistic(p.lse, b, h, row);
-    if (lse == -infinity()) continue;
+    const auto words = LseWords<float>::of(p, b, h, row);
+    if (words.is_of_no_key()) continue;
     float gradient = p.dlse.data ? *row_statistic(p.dlse, b, h, row) : 0.f;
     if (p.has_sink && sink_counts(sink)) {
-      gradient += expf(sink_log_weight(sink, lse)) * workspace.delta[h * workspace.rows + i] * workspace.keep_scale;
+      gradient += exp2f(words.sink_log2_weight(sink)) * workspace.delta[h * workspace.rows + i] * workspace.keep_scale;
     }
     sum += static_cast<double>(row_pointer<const float>(p.centres, b, h, row)[which]) * gradient;
   }

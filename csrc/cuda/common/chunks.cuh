@@ -29,9 +29,6 @@ __device__ __forceinline__ float finish_chunks(ChunkSum* sum, float sink) {
   const float factor = add_chunk(sum, {sink, sink_counts(sink) ? 1.f : 0.f}).earlier;
   return __fdiv_rn(factor, sum->sum);
 }
-__device__ __forceinline__ float lse_of(const ChunkSum& sum) {
-  return sum.sum == 0 ? -infinity() : row_lse(finite_max(sum.max), log2f(sum.sum));
-}
 
 // The chunks that have some of `keys`, for key tiles of kKeys; an empty range is at 0.
 template <int kKeys>

@@ -108,7 +108,7 @@ struct DistanceBias {
     range = uniform_range();
     end = 0;
     if (range == Reached::kBelow || range == Reached::kAbove) {
-      end = head.relative[entry(place.tile_distance)] * kLog2E<float>;
+      end = in_log2_units(head.relative[entry(place.tile_distance)]);
     }
     head.slope *= kLog2E<float>;
   }
@@ -146,7 +146,8 @@ struct DistanceBias {
     if (range == Reached::kSome) {
       each_element<kRowTiles, kCount>([&](int i, int n, int e) {
         const float bias = head.relative[entry(place.distance + place.distance_on(i, n0 + n, e))];
-        logits[i][n][e] = add_bias(logits[i][n][e], bias * kLog2E<float>);
+        logits[i][n][e] = add_bias(logits[i][n][e],
+                                   __fmul_rn(narrowed_beyond(kNarrowsFrom<float>, bias), kLog2E<float>));  // as `end`
       });
     } else if (range != Reached::kNone) {
       each_element<kRowTiles, kCount>([&](int i, int n, int e) { logits[i][n][e] = add_bias(logits[i][n][e], end); });
@@ -177,9 +178,9 @@ struct DistanceBias {
     if (range == Reached::kSome) {
       const bool inside = uniform(static_cast<int>(place.tile_distance - (kRows - 1) >= -reach &&
                                                    place.tile_distance + (kKeys - 1) <= reach)) != 0;
-      if (!kTransposed) scale *= kLn2<float>;  // entries are added as they are, in natural units
+      scale *= kLn2<float>;  // entries are added as they are, in natural units
       inside ? add_relative<true>(x, scale) : add_relative<false>(x, scale);
-      scale = kTransposed ? 1 : kLog2E<float>;
+      scale = kLog2E<float>;
     } else if (range != Reached::kNone) {
       if (kLeavesRows && scale > 0) {
 #pragma unroll
@@ -240,7 +241,6 @@ struct DistanceBias {
         for (int odd = 0; odd < 2; ++odd) {
           if (n == 0 || k == 0) {
             recent[k][odd] = relative<kInside>(place.distance_on(k / 2, n, k % 2 * 2 + odd));
-            if (kTransposed) recent[k][odd] *= kLog2E<float>;
             lowest = fminf(lowest, recent[k][odd]);
           } else {
             recent[k][odd] = recent[k - 1][odd];

@@ -1,5 +1,6 @@
 #include "../../bias.h"
 #include "few_keys_delta.h"
+#include "large_rows.cuh"
 #include "launch.cuh"
 #include "options.h"
 #include "rows.cuh"
@@ -11,7 +12,6 @@ namespace flashattn_ext {
 namespace {
 
 constexpr int kFewKeysThreads = 256, kWarps = kFewKeysThreads / 32;
-constexpr float kWeightError = 1.f / 4096;  // of the sum of a row's weights; a missing key usually weighs more
 
 template <class T>
 __device__ float dot(const T* a, const T* b, int columns) {
@@ -56,18 +56,20 @@ __global__ void __launch_bounds__(kFewKeysThreads)
     float logit[1][1][4] = {{{product}}};
     workspace.score.make_logits<T>(logit);
     const int64_t distance = key - i - mask.first_position();
-    float added = -bias.slope * fabsf(static_cast<float>(distance));
-    if (bias.relative && sees) added += bias.relative[bias.entry(distance)];
+    float added = -bias.slope * fabsf(static_cast<float>(distance)) * kLog2E<float>;
+    if (bias.relative && sees) added += in_log2_units(bias.relative[bias.entry(distance)]);
     const int64_t index = h * workspace.rows + (p.is_varlen() ? row : b * p.seqlen_q + row);
-    const float exponent = logit[0][0][0] + added * kLog2E<float> - workspace.lse[index];
+    const LseWords<float> words = workspace.words[index];
+    const float exponent = (logit[0][0][0] + added - words.top) - words.log2_sum;
     const float weight = sees ? exp2f(exponent) : 0.f;
     const float weights = sum_of_keys(weight), delta = sum_of_keys(sees ? weight * dp : 0.f);
     if (lane != 0) continue;
-    const float lse = *row_statistic(p.lse, b, h, row);
     const float sink = p.sink ? static_cast<const float*>(p.sink)[h] : 0.f;
-    const float all = p.has_sink ? 1 - expf(sink_log_weight(sink, lse)) : 1.f;
+    const float all = p.has_sink ? 1 - exp2f(words.sink_log2_weight(sink)) : 1.f;
     const float dlse = p.dlse.data ? *row_statistic(p.dlse, b, h, row) : 0.f;
-    if (fabsf(weights - all) < kWeightError) workspace.delta[index] = delta - dlse;
+    if (!(fabsf(weights - all) < weight_error(words.top)) || weights == 0 || has_one_weight(words)) continue;
+    // As if the weights added up to `all` without their rounding errors.
+    workspace.delta[index] = delta * (all / weights) - dlse;
   }
 }
 

@@ -9,15 +9,15 @@
 
 namespace flashattn_ext {
 
-// Backward: as weigh_and_differentiate in scores.cuh, which checks the mask of every score. A weight of 0 has no
-// gradient, even if another operand is not finite: the bias may mask the score.
+// Backward: as weigh_and_differentiate in scores.cuh with two words of lse, and checks the mask of every score. A
+// weight of 0 has no gradient, even if another operand is not finite: the bias may mask the score.
 template <class T, int kKeyTiles, int N, class BiasGradient, class Dropping>
 __device__ __forceinline__ void weigh_and_differentiate(float (&weights)[kKeyTiles][N][4],
                                                         float (&dscores)[kKeyTiles][N][4], const GeneralScore& score,
                                                         const TileBias<T, true, kKeyTiles, N>& bias,
-                                                        BiasGradient& bias_gradient, const float* lse,
-                                                        const float* delta, const SeenBy<kKeyTiles>& seen_by,
-                                                        Dropping& dropping) {
+                                                        BiasGradient& bias_gradient, const float* top,
+                                                        const float* log2_sum, const float* delta,
+                                                        const SeenBy<kKeyTiles>& seen_by, Dropping& dropping) {
   constexpr int kTogether = 2;  // query tiles
 #pragma unroll
   for (int first = 0; first < N; first += kTogether) {
@@ -30,7 +30,7 @@ __device__ __forceinline__ void weigh_and_differentiate(float (&weights)[kKeyTil
     each_element<kKeyTiles, kTogether>([&](int i, int n, int e) {
       const int query = (first + n) * 8 + e % 2;
       const bool seen = seen_by.includes(i, e / 2, query), keeps = dropping.keeps(i, n, e);
-      const float weight = seen ? ptx::ex2(logits[i][n][e] - lse[query]) : 0.f;
+      const float weight = seen ? ptx::ex2((logits[i][n][e] - top[query]) - log2_sum[query]) : 0.f;
       const float dp = keeps ? dscores[i][first + n][e] : 0.f;
       weights[i][first + n][e] = keeps ? weight : 0.f;
       gradient[i][n][e] = weight == 0 ? 0.f : weight * (dp - delta[query]);

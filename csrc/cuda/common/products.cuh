@@ -15,8 +15,9 @@ using InputTile = OperandTile<T, kColumns, (kHeadDim > (sizeof(T) == 2 ? 64 : 12
 
 // c += a * b^T. a(i, d): the operand of row tile i for the columns from d on. b(pair, n, d): the operands of the 8-row
 // tiles n and n + 1. Consecutive steps are 128 bytes apart in a row: then their places in swizzled tiles differ by 128
-// bytes as well.
-template <class T, int kHeadDim, class A, class B, int kRowTiles, int kColumnTiles>
+// bytes as well. kTransposed: c has the bits of the transposed b * a^T, so that a backward recomputes the scores of the
+// forward.
+template <class T, int kHeadDim, bool kTransposed = false, class A, class B, int kRowTiles, int kColumnTiles>
 __device__ __forceinline__ void add_score_product(float (&c)[kRowTiles][kColumnTiles][4], const A& a, const B& b) {
   using Core = TensorCore<T>;
   constexpr int kSteps = kHeadDim / Core::kK, kUnrolled = kHeadDim > 256 ? 16 : kSteps;  // more take long to compile
@@ -33,19 +34,19 @@ __device__ __forceinline__ void add_score_product(float (&c)[kRowTiles][kColumnT
       b(pair, n, d);
 #pragma unroll
       for (int i = 0; i < kRowTiles; ++i) {
-        Core::mma(c[i][n], rows[i], pair[0]);
-        Core::mma(c[i][n + 1], rows[i], pair[1]);
+        Core::template mma<kTransposed>(c[i][n], rows[i], pair[0]);
+        Core::template mma<kTransposed>(c[i][n + 1], rows[i], pair[1]);
       }
     }
   }
 }
 
 // The same for 16-row tiles of `a` from a_row on and 8-row tiles of `b` from b_row on.
-template <class Tile, class Places, class T, int kRowTiles, int kColumnTiles>
+template <class Tile, bool kTransposed = false, class Places, class T, int kRowTiles, int kColumnTiles>
 __device__ __forceinline__ void add_score_product(float (&c)[kRowTiles][kColumnTiles][4], const Places& places,
                                                   const T* a, int a_row, const T* b, int b_row) {
   constexpr int kStride = Tile::kStride;
-  add_score_product<T, Tile::kColumns>(
+  add_score_product<T, Tile::kColumns, kTransposed>(
       c, [&](int i, int d) { return Tile::load_a(a + (a_row + i * 16) * kStride, Tile::moved(places.a, d)); },
       [&](typename TensorCore<T>::B(&pair)[2], int n, int d) {
         Tile::load_b(pair, b + n * 8 * kStride, Tile::moved(places.b + b_row * Tile::kRowBytes, d));
@@ -59,12 +60,12 @@ __device__ __forceinline__ void score_product(float (&c)[kRowTiles][kColumnTiles
   for (int i = 0; i < kRowTiles; ++i) set_zero(c[i]);
   add_score_product<T, kHeadDim>(c, a, b);
 }
-template <class Tile, class Places, class T, int kRowTiles, int kColumnTiles>
+template <class Tile, bool kTransposed = false, class Places, class T, int kRowTiles, int kColumnTiles>
 __device__ __forceinline__ void score_product(float (&c)[kRowTiles][kColumnTiles][4], const Places& places, const T* a,
                                               int a_row, const T* b, int b_row) {
 #pragma unroll
   for (int i = 0; i < kRowTiles; ++i) set_zero(c[i]);
-  add_score_product<Tile>(c, places, a, a_row, b, b_row);
+  add_score_product<Tile, kTransposed>(c, places, a, a_row, b, b_row);
 }
 
 // sum += a * b. a(i, step): the operand of row tile i for the rows of `b` from step * Core::kK on. b(pair, step, c):

@@ -1,6 +1,7 @@
 // Rows of scores: where a row's statistics are in memory, its sink, and which keys it sees.
 #pragma once
 
+#include "../../lse_words.h"
 #include "../../mask.h"
 #include "../../seqlen.h"
 #include "../../sink.h"
@@ -16,6 +17,30 @@ __device__ __forceinline__ float finite_max(float max) { return max == -infinity
 
 __device__ __forceinline__ float* row_statistic(const RowView& v, int64_t b, int64_t h, int64_t row) {
   return static_cast<float*>(v.data) + b * v.batch_stride + h * v.head_stride + row;
+}
+
+// narrowed() of score.h without branches. limit: kNarrowsFrom, or infinity to leave x as it is.
+__device__ __forceinline__ float narrowed_beyond(float limit, float x) {
+  return fmaf(x, 0.5f, 0.5f * fminf(fmaxf(x, -limit), limit));
+}
+
+// What a forward writes for a row: lse and, where they are wanted, its two words. max: the maximum that the weights are
+// relative to, in units of log2; sum: of the weights, 0 if the row is fully masked.
+__device__ __forceinline__ void write_lse(const AttnParams& p, int64_t b, int64_t h, int64_t row, float max,
+                                          float sum) {
+  const bool empty = sum == 0;
+  const float top = finite_max(max), log2_sum = log2f(sum);
+  *row_statistic(p.lse, b, h, row) = empty ? -infinity() : row_lse(top, log2_sum);
+  if (!p.lse_words.data) return;
+  const auto words = empty ? LseWords<float>::of_no_key() : LseWords<float>::of_row(top, log2_sum);
+  const TensorView& t = p.lse_words;
+  float* const to = static_cast<float*>(t.data) + b * t.batch_stride + h * t.head_stride + row * t.row_stride;
+  *reinterpret_cast<float2*>(to) = make_float2(words.top, words.log2_sum);
+}
+
+// Writes the largest logit of a row, given in units of log2.
+__device__ __forceinline__ void write_largest(const AttnParams& p, int64_t b, int64_t h, int64_t row, float largest) {
+  *row_statistic(p.row_maxima, b, h, row) = in_natural_units(largest);
 }
 
 // The sink of a head, in units of log2; -inf when there is none.

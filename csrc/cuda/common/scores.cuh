@@ -23,15 +23,30 @@ __device__ __forceinline__ float weight_of(const Score& score, float x, float of
   return ptx::ex2(fmaf(x, score.factor, -offset));
 }
 
-// Add and subtract the term that the logits of row r have besides factor * score, in a forward. Only DistanceLogit
-// (general_score.cuh) has one.
+// In a forward: the logit of a stored score of row r, rounded once, and the offset of the row's weights from their
+// maximum. general_score.cuh has other rules.
 template <class Score>
-__device__ __forceinline__ float add_row(const Score&, int, float x) {
-  return x;
+__device__ __forceinline__ float logit_of(const Score& score, int, float x) {
+  return __fmul_rn(x, score.factor);
 }
 template <class Score>
-__device__ __forceinline__ float subtract_row(const Score&, int, float x) {
+__device__ __forceinline__ float offset_of(const Score&, int, float max) {
+  return max;
+}
+// The exponent of a logit's weight. Beside kRoundsProducts it is not a single sum with the product in it.
+template <class Score>
+__device__ __forceinline__ float exponent_of(const Score&, float logit, float max) {
+  return __fsub_rn(logit, max);
+}
+// A stored score, with its bias narrowed if it has one.
+template <class Score>
+__device__ __forceinline__ float narrowed_score(const Score&, float x) {
   return x;
+}
+// Whether the products of a rule can have to be rounded before the offset is subtracted (kRoundsProducts in score.h).
+template <class Score>
+__device__ __forceinline__ constexpr bool has_products(const Score&) {
+  return true;
 }
 
 // dS of a stored score, from dP. weight: before dropout; dp: 0 where dropout has not kept the weight.
@@ -145,15 +160,19 @@ struct OnlineSoftmax {
   template <class Score, int N, class Rescale, class TakeSum = IgnoreSum>
   __device__ __forceinline__ void weigh(float (&x)[N][4], const float (&largest)[2], const Score& score,
                                         float tolerance, const Rescale& rescale, const TakeSum& take_sum = {}) {
-    float logit[2], offset[2], shrink[2];
+    float logit[2], top[2], offset[2], shrink[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      logit[r] = add_row(score, r, largest[r] * score.factor);
+      logit[r] = logit_of(score, r, largest[r]);
       shrink[r] = raise_max(r, logit[r], tolerance);
-      offset[r] = subtract_row(score, r, finite_max(max[r]));
+      top[r] = finite_max(max[r]);
+      offset[r] = offset_of(score, r, top[r]);
     }
     if constexpr (kTellsLargest) largest_logit = fmaxf(largest_logit, threadIdx.x % 2 ? logit[1] : logit[0]);
     rescale(shrink);
+    if (has_products(score) && rounds_products(fmaxf(fabsf(top[0]), fabsf(top[1])))) {
+      round_products(x, score, top, offset);
+    }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float part = 0;
@@ -187,33 +206,47 @@ struct OnlineSoftmax {
 
   // The sum of a row's weights; 0 if the row is fully masked.
   __device__ __forceinline__ float total(int r) const { return quad_sum(sum[r]); }
-  // The log-sum-exp of a row with this total, in natural units.
-  __device__ __forceinline__ float lse(int r, float total) const {
-    return total == 0 ? -infinity() : row_lse(finite_max(max[r]), log2f(total));
-  }
-  // Writes lse and, if the call has row_maxima, the largest logit of row r, to row `at` of the tensors. All lanes of
-  // the row call it.
+  // Writes lse, its words where they are wanted and, if the call has row_maxima, the largest logit of row r, to row
+  // `at` of the tensors. All lanes of the row call it.
   __device__ __forceinline__ void write(const AttnParams& p, int b, int h, int64_t at, int r, float total) const {
-    if (t() == 0) *row_statistic(p.lse, b, h, at) = lse(r, total);
+    if (t() == 0) write_lse(p, b, h, at, max[r], total);
     if constexpr (kTellsLargest) {
-      if (t() == r && p.row_maxima.data) *row_statistic(p.row_maxima, b, h, at) = largest_logit * kLn2<float>;
+      if (t() == r && p.row_maxima.data) write_largest(p, b, h, at, largest_logit);
     }
   }
   // The same for both rows at once, of which row g is row `at`. exist: whether they are within the sequence.
   __device__ __forceinline__ void write(const AttnParams& p, int b, int h, int64_t at, const float (&totals)[2],
                                         const bool (&exist)[2]) const {
     const bool second = t() % 2;
-    const float total = second ? totals[1] : totals[0], top = finite_max(second ? max[1] : max[0]);
-    const float value = total == 0 ? -infinity() : row_lse(top, log2f(total));
     if (t() > 1 || !(second ? exist[1] : exist[0])) return;
     at += second ? 8 : 0;
-    *row_statistic(p.lse, b, h, at) = value;
+    write_lse(p, b, h, at, second ? max[1] : max[0], second ? totals[1] : totals[0]);
     if constexpr (kTellsLargest) {
-      if (p.row_maxima.data) *row_statistic(p.row_maxima, b, h, at) = largest_logit * kLn2<float>;
+      if (p.row_maxima.data) write_largest(p, b, h, at, largest_logit);
     }
   }
 
  private:
+  // In rows with a large maximum, stored scores become those whose products are the exponents of the weights, from
+  // products that are rounded as the maximum was. Then the offset is 0.
+  template <class Score, int N>
+  static __device__ __forceinline__ void round_products(float (&x)[N][4], const Score& score, const float (&top)[2],
+                                                        float (&offset)[2]) {
+    const float inverse = ptx::rcp_here(score.factor);  // finite: with a factor below 2^-112 no product is large
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      if (!rounds_products(top[r])) continue;
+      offset[r] = 0;
+#pragma unroll
+      for (int n = 0; n < N; ++n) {
+#pragma unroll
+        for (int odd = 0; odd < 2; ++odd) {
+          float& score_of_key = x[n][2 * r + odd];
+          score_of_key = exponent_of(score, logit_of(score, r, score_of_key), top[r]) * inverse;
+        }
+      }
+    }
+  }
   // Returns the factor for all earlier sums.
   __device__ __forceinline__ float raise_max(int r, float largest, float tolerance) {
     const float before = max[r], now = fmaxf(before, largest);
@@ -260,23 +293,29 @@ struct SeenBy {
 };
 
 // Products become weights with dropout applied, and dP becomes dS. lse, in units of log2, and delta: from the lane's
-// first query on; an lse of +inf makes weights of 0. Dropping: a policy of dropout (../sm80/dropout_policy.cuh).
-template <bool kMasked, class Score, int kKeyTiles, int N, class Dropping>
+// first query on; an lse of +inf makes weights of 0. With kTwoWords lse is the first word of the log-sum-exp, and
+// log2_sum the second one. Dropping: a policy of dropout (../sm80/dropout_policy.cuh).
+template <bool kMasked, bool kTwoWords, class Score, int kKeyTiles, int N, class Dropping>
 __device__ __forceinline__ void weigh_and_differentiate(float (&weights)[kKeyTiles][N][4],
                                                         float (&dscores)[kKeyTiles][N][4], const Score& score,
-                                                        const float* lse, const float* delta,
+                                                        const float* lse, const float* log2_sum, const float* delta,
                                                         const SeenBy<kKeyTiles>& seen_by, Dropping& dropping) {
 #pragma unroll
   for (int n = 0; n < N; ++n) {
     if (n % 2 == 0) dropping.draw(n);
     const float2 row_lse = *reinterpret_cast<const float2*>(lse + n * 8);
+    float2 row_rest{};
+    if constexpr (kTwoWords) row_rest = *reinterpret_cast<const float2*>(log2_sum + n * 8);
     const float2 row_delta = *reinterpret_cast<const float2*>(delta + n * 8);
 #pragma unroll
     for (int i = 0; i < kKeyTiles; ++i) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const int odd = e % 2;
-        const float x = score.stored(weights[i][n][e]), weight = weight_of(score, x, odd ? row_lse.y : row_lse.x);
+        const float x = score.stored(weights[i][n][e]);
+        float exponent = fmaf(x, score.factor, -(odd ? row_lse.y : row_lse.x));
+        if constexpr (kTwoWords) exponent -= odd ? row_rest.y : row_rest.x;
+        const float weight = ptx::ex2(exponent);
         const bool keeps = dropping.keeps(i, n, e);
         weights[i][n][e] = keeps ? weight : 0.f;
         const float dp = keeps ? dscores[i][n][e] : 0.f;

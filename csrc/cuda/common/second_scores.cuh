@@ -38,10 +38,10 @@ struct SecondScore {
   __device__ __forceinline__ float of_value(bool keeps) const { return keeps ? weight * moved : 0.f; }
 };
 
-// No option of a score.
+// No option of a score. Rows whose lse is a mark (large_rows.cuh) have been handled.
 struct PlainSecond {
   using Workspace = BackwardWorkspace;
-  static constexpr bool kMasksAlways = false;
+  static constexpr bool kMasksAlways = false, kTwoWords = false;
 
   template <bool kMasked, class Kernel, class Scores, int kKeyTiles, class Dropping>
   __device__ void differentiate_twice(const Kernel& kernel, int, int, Scores& x, Scores& tangents, Scores& dp,

@@ -45,16 +45,21 @@ struct GeneralTangents {
     return kernel.p.tangents.has_bias();
   }
   template <class Kernel, class Step>
-  static __device__ StoredLogit make_logits(const Kernel& kernel, Scores& x, Scores& tangents, const Step& step) {
+  static __device__ ScaledLogit make_logits(const Kernel& kernel, Scores& x, Scores& tangents, const Step& step) {
     const GeneralScore& score = kernel.score;
     const float scale = score.softmax_scale;
+    // In plain calls scores are products, as in the forward, which rounds none that is small.
+    if (!score.is_capped && !kernel.p.has_bias() && score.factor > 0) {
+      each_element<kRowTiles, kKeys / 8>([&](int i, int n, int e) { tangents[i][n][e] *= scale; });
+      return {score.factor};
+    }
     each_element<kRowTiles, kKeys / 8>([&](int i, int n, int e) {
       const float slope = score.is_capped ? score.template cap<T>(&x[i][n][e]) : 1.f;
       x[i][n][e] *= score.factor;
       tangents[i][n][e] *= slope * scale;
     });
     if (kernel.p.has_bias()) kernel.template bias<Bias>(kernel.p, step).add_columns(x, 0);
-    return {};
+    return {1};
   }
   template <class Kernel, class Step>
   static __device__ void add_biases(const Kernel& kernel, Scores& tangents, const Step& step) {

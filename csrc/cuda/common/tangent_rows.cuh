@@ -4,6 +4,7 @@
 #pragma once
 
 #include "../../derivative_params.h"
+#include "large_rows.cuh"
 #include "rows.cuh"
 #include "scores.cuh"
 
@@ -22,21 +23,33 @@ struct SinkTangent {
 struct RowTangent {
   float lse;     // the tangent of lse; 0 if the row has no weight
   float factor;  // of out
+  float sums;    // the factor of the sums over keys
 };
 
 // State of rows g and g + 8 of each of a warp's row tiles. The sums are of P * (A - pivot), about a pivot near the mean
 // of A (../../cpu/tangent.h explains it). total and deviation are this lane's sums of P and of P * (A - pivot).
-template <int kRowTiles>
+// kTwoWords: weights always come from both words of lse (large_rows.cuh).
+template <int kRowTiles, bool kTwoWords>
 struct TangentRows {
-  float lse[kRowTiles][2];  // in units of log2; +inf for rows without a weight
+  float lse[kRowTiles][2];  // one word in units of log2, or the mark; +inf for rows without a weight
   float pivot[kRowTiles][2], total[kRowTiles][2], deviation[kRowTiles][2];
   bool has_pivot[kRowTiles][2];
 
-  // natural: the lse of row r (g or g + 8) of row tile i; -inf if the row has no weight or does not exist.
-  __device__ __forceinline__ void start(int i, int r, float natural) {
-    lse[i][r] = natural == -infinity() ? infinity() : natural * kLog2E<float>;
+  // words: of row r (g or g + 8) of row tile i; of_no_key() if the row has no weight or does not exist.
+  __device__ __forceinline__ void start(int i, int r, const LseWords<float>& words) {
+    lse[i][r] = kTwoWords && !words.is_of_no_key() ? -0.f : one_word(words.sum());
     pivot[i][r] = total[i][r] = deviation[i][r] = 0;
-    has_pivot[i][r] = natural == -infinity();
+    has_pivot[i][r] = words.is_of_no_key();
+  }
+
+  // Subtracts the words of marked rows from the scores of a tile. words_of(i, r): as `words` in start().
+  template <int N, class Rule, class WordsOf>
+  __device__ __forceinline__ void subtract_words(float (&scores)[kRowTiles][N][4], const Rule& rule,
+                                                 const WordsOf& words_of) const {
+    bool marked = kTwoWords;
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) marked = marked || is_mark(lse[i][0]) || is_mark(lse[i][1]);
+    if (marked) subtract_words_of_rows(scores, rule, lse, words_of);
   }
 
   // The tangents of masked scores become 0: they may be NaN.
@@ -120,23 +133,19 @@ struct TangentRows {
     });
   }
 
-  // After the last key. natural: as in start().
+  // After the last key. words: as in start().
   __device__ __forceinline__ RowTangent finish(const JvpParams& p, const SinkTangent& sink, int i, int r,
-                                               float natural) const {
-    const bool used = natural != -infinity();
+                                               const LseWords<float>& words) const {
+    const bool used = !words.is_of_no_key();
     const bool has_sink = used && p.has_sink && sink_counts(sink.sink);
-    const float sink_weight = has_sink ? expf(sink_log_weight(sink.sink, natural)) : 0.f;
-    const float all = weight_of_keys(quad_sum(total[i][r]), 1 - sink_weight);
-    const float mean = quad_sum(deviation[i][r]) + pivot[i][r] * all + sink_weight * sink.tangent;
-    return {used ? mean : 0.f, used ? pivot[i][r] - mean : 0.f};
-  }
-
- private:
-  // The sum of the weights of all keys of a row: its exact value if the computed sum is equal within its rounding
-  // error. Otherwise the caller passed the lse of a call with more keys.
-  static __device__ __forceinline__ float weight_of_keys(float total, float all) {
-    constexpr float kError = 1.f / 4096;
-    return fabsf(total - all) < kError ? all : total;
+    const float sink_weight = has_sink ? exp2f(words.sink_log2_weight(sink.sink)) : 0.f;
+    // The sum of the weights of all keys: its exact value if the computed sum is equal within its rounding error, which
+    // then leaves the sums over keys too. Otherwise the caller passed the lse of a call with more keys.
+    const float sum = quad_sum(total[i][r]), exact = 1 - sink_weight;
+    const bool is_all = fabsf(sum - exact) < weight_error(words.top);
+    const float scale = is_all && sum > 0 ? exact / sum : 1.f, weight = is_all ? exact : sum;
+    const float mean = quad_sum(deviation[i][r]) * scale + pivot[i][r] * weight + sink_weight * sink.tangent;
+    return {used ? mean : 0.f, used ? pivot[i][r] - mean : 0.f, scale};
   }
 };
 

@@ -73,7 +73,11 @@ struct TensorCore {  // __half, __nv_bfloat16
 #pragma unroll
     for (int byte = 0; byte < 4; ++byte) a[block].x[byte] &= ptx::permute_bytes(even, odd, 0xCC88 + 0x1111 * byte);
   }
-  static __device__ __forceinline__ void mma(float (&d)[4], const A& a, const B& b) { ptx::mma(d, a.x, b.x, T()); }
+  // kTransposed: the transposed product has the same bits.
+  template <bool kTransposed = false>
+  static __device__ __forceinline__ void mma(float (&d)[4], const A& a, const B& b) {
+    ptx::mma(d, a.x, b.x, T());
+  }
 
   static __device__ __forceinline__ uint32_t pack(float low, float high);
   static __device__ __forceinline__ float2 unpack(uint32_t pair);
@@ -150,6 +154,8 @@ struct TensorCore<float> {
           __uint_as_float(__float_as_uint(x[2 + byte % 2]) & ptx::permute_bytes(odd, 0, 0x8888 + 0x1111 * byte));
     }
   }
+  // kTransposed: the product has the bits of that of b and a, with its terms in the same order.
+  template <bool kTransposed = false>
   static __device__ __forceinline__ void mma(float (&d)[4], const A& a, const B& b) {
     uint32_t a_lead[4], a_trail[4], b_lead[2], b_trail[2];
 #pragma unroll
@@ -159,8 +165,9 @@ struct TensorCore<float> {
     // Tensor cores truncate the bits of products below those of their sum. So they add only the products of this step,
     // and an ordinary addition adds the sum.
     float part[4] = {};
+    if constexpr (kTransposed) ptx::mma_tf32(part, a_lead, b_trail);
     ptx::mma_tf32(part, a_trail, b_lead);
-    ptx::mma_tf32(part, a_lead, b_trail);
+    if constexpr (!kTransposed) ptx::mma_tf32(part, a_lead, b_trail);
     ptx::mma_tf32(part, a_lead, b_lead);
 #pragma unroll
     for (int i = 0; i < 4; ++i) d[i] += part[i];

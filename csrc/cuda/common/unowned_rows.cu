@@ -6,7 +6,7 @@
 namespace flashattn_ext {
 namespace {
 
-constexpr int kFillThreads = 256, kMostTensors = 3;
+constexpr int kFillThreads = 256, kMostTensors = 4;
 
 // A packed tensor [heads][rows] of rows of row_bytes bytes. Strides are in bytes, too.
 struct PackedRows {
@@ -83,9 +83,15 @@ void set_unowned_rows(const AttnParams& p) {
                  p.heads_q,
                  p.cu_seqlens_q,
                  0xFF800000};  // -inf
-  Tensors tensors{{rows_of(p, p.out, p.heads_q, p.head_dim_v, out_bytes(p)), lse, {}}};
-  if (p.centres.data) tensors.of[2] = rows_of(p, p.centres, p.heads_q, kCentres, 4);
-  run(p, tensors, p.centres.data ? 3 : 2);
+  Tensors tensors{{rows_of(p, p.out, p.heads_q, p.head_dim_v, out_bytes(p)), lse}};
+  unsigned count = 2;
+  if (p.centres.data) tensors.of[count++] = rows_of(p, p.centres, p.heads_q, kCentres, 4);
+  if (p.lse_words.data) {  // weights of 0, as those of LseWords::of_no_key
+    PackedRows words = rows_of(p, p.lse_words, p.heads_q, 2, 4);
+    words.bits = 0x7F800000;  // +inf
+    tensors.of[count++] = words;
+  }
+  run(p, tensors, count);
 }
 
 void set_unowned_rows(const AttnGradParams& p) {

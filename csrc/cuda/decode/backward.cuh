@@ -14,6 +14,7 @@
 #include "../../mask.h"
 #include "../common/backward_workspace.h"
 #include "../common/lane.cuh"
+#include "../common/large_rows.cuh"
 #include "../common/launch.cuh"
 #include "../common/maybe_array.cuh"
 #include "../common/operand_tile.cuh"
@@ -47,8 +48,9 @@ struct FewRowsBackward {
     Stage rings[kBackwardWarps][kStages];
     // dS as A fragments of the product dS K.
     MaybeArray<uint4[kRowTiles][32], kExchanges ? kBackwardWarps : 0> dscores;
-    float lse[kRows],
-        delta[kRows];  // lse in base 2; +inf for fully masked rows and padding rows
+    // lse in base 2, as one word or a mark and as two words; +inf for fully masked rows and padding rows.
+    float lse[kRows], delta[kRows];
+    LseWords<float> words[kRows];
   };
   static_assert(sizeof(Sums) <= sizeof(Stage[kStages]));
 
@@ -129,6 +131,7 @@ struct FewRowsBackward {
       const int query = row / plan.group, head = head_k * plan.group + row % plan.group;
       const int64_t index = head * workspace.rows + b * p.seqlen_q + query;
       shared.lse[row] = row < plan.rows ? workspace.lse[index] : infinity();
+      if (row < plan.rows) shared.words[row] = workspace.words[index];
       shared.delta[row] = row < plan.rows ? workspace.delta[index] : 0.f;
     }
   }
@@ -188,6 +191,10 @@ struct FewRowsBackward {
     float x[1][kScoreTiles][4], dx[1][kScoreTiles][4];
     multiply(x, stage.k, shared.q);
     multiply(dx, stage.v, shared.dout);
+    if (has_mark<kRows>(shared.lse)) {
+      subtract_words(x, workspace.score, shared.lse, [&](int row) { return shared.words[row]; });
+      clear_rows_of_one_weight(dx, shared.lse);
+    }
     const bool is_partial = key < whole.begin || key + kKeys > whole.end;
 #pragma unroll
     for (int n = 0; n < kScoreTiles; ++n) {

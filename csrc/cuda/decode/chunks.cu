@@ -71,8 +71,8 @@ __global__ void __launch_bounds__(kThreads)
     if (column(c) < p.head_dim_v) narrow(sum.sum == 0 ? 0.f : out[c] * factor, to + column(c));
   }
   if (threadIdx.x != 0) return;
-  *row_statistic(p.lse, b, h, query) = lse_of(sum);
-  if (partials.largest) *row_statistic(p.row_maxima, b, h, query) = largest * kLn2<float>;
+  write_lse(p, b, h, query, sum.max, sum.sum);
+  if (partials.largest) write_largest(p, b, h, query, largest);
 }
 
 int64_t chunks_of(const DecodeParams& p, const ChunkKernel& kernel) {

@@ -1,5 +1,5 @@
 // Combines the partial results of split tasks (plan.h), in the order of their keys. A partial result is a normalised
-// output with the log-sum-exp of its keys.
+// output with the maximum and the sum of the weights of its keys.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -21,10 +21,10 @@ constexpr int kColumns = 4;        // per thread
 constexpr int kMostThreads = 512;  // of a row and of a thread block
 constexpr int kAtOnce = 4;         // parts that a thread loads before it accumulates them
 
-// One thread's columns of kAtOnce parts of a row, and the log-sum-exps of these parts; -inf past the last part.
+// One thread's columns of kAtOnce parts of a row, and the sums of these parts; 0 past the last part.
 struct PartColumns {
   float4 x[kAtOnce];
-  float lse[kAtOnce];
+  RowSum sums[kAtOnce];
 };
 
 // blockIdx.x: the task; blockIdx.y: `rows_at_once` of its rows, each with an equal number of the thread block's warps.
@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(kMostThreads)
       const int n = first + k * groups;
       const bool exists = own_group < groups && n < count;
       const int64_t row = slot_row(exists ? n : 0);
-      parts.lse[k] = exists ? plan.partial_lse[row] : -infinity();
+      parts.sums[k] = exists ? plan.partial_sums[row] : RowSum{-infinity(), 0};
       parts.x[k] = exists && column < static_cast<int>(p.head_dim_v)
                        ? *reinterpret_cast<const float4*>(plan.partial_out + row * columns + column)
                        : float4{};
@@ -69,11 +69,11 @@ __global__ void __launch_bounds__(kMostThreads)
   load(own_group);
 
   float max = -infinity(), sum = 0;
-  for (int n = lane; n < count; n += 32) max = fmaxf(max, plan.partial_lse[slot_row(n)]);
+  for (int n = lane; n < count; n += 32) max = fmaxf(max, plan.partial_sums[slot_row(n)].max);
 #pragma unroll
   for (int distance = 16; distance > 0; distance /= 2) max = fmaxf(max, __shfl_xor_sync(~0u, max, distance));
-  auto weight_of = [&](float lse) { return ptx::ex2(lse - finite_max(max)); };
-  for (int n = lane; n < count; n += 32) sum += weight_of(plan.partial_lse[slot_row(n)]);
+  auto weight_of = [&](const RowSum& part) { return part.sum * ptx::ex2(part.max - finite_max(max)); };
+  for (int n = lane; n < count; n += 32) sum += weight_of(plan.partial_sums[slot_row(n)]);
 #pragma unroll
   for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(~0u, sum, distance);
 
@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(kMostThreads)
   for (int first = own_group;;) {
 #pragma unroll
     for (int k = 0; k < kAtOnce; ++k) {
-      const float weight = weight_of(parts.lse[k]);
+      const float weight = weight_of(parts.sums[k]);
       x.x += parts.x[k].x * weight, x.y += parts.x[k].y * weight;
       x.z += parts.x[k].z * weight, x.w += parts.x[k].w * weight;
     }
@@ -100,11 +100,11 @@ __global__ void __launch_bounds__(kMostThreads)
     narrow(total * factor, row_pointer<T>(p.out, task.b, head, query) + c);
   }
   if (thread == 0) {
-    *row_statistic(p.lse, task.b, head, query) = sum == 0 ? -infinity() : row_lse(finite_max(max), log2f(sum));
+    write_lse(p, task.b, head, query, max, sum);
     if (p.row_maxima.data == nullptr) return;
     float largest = -infinity();
     for (int n = 0; n < count; ++n) largest = fmaxf(largest, plan.partial_largest[slot_row(n)]);
-    *row_statistic(p.row_maxima, task.b, head, query) = largest * kLn2<float>;
+    write_largest(p, task.b, head, query, largest);
   }
 }
 

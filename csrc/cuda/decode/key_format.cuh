@@ -13,7 +13,8 @@
 //                             called before the first product of a part; key_head(i, r), row(i, r): KV head and q in
 //                             shared memory of row r of this lane in row tile i
 //   score_product, accumulate the products of products.cuh
-//   make_logits(score, x)     products become logits
+//   make_logits(score, x, has_slopes)
+//                             products become stored scores; returns the rule for OnlineSoftmax::weigh
 //   store_sums(to, x, r)      writes a lane's columns of row r of accumulators to a row in shared memory
 //   value_factor(p, b, head)  the factor of the output
 //   store(p, x, ...)          writes columns of a row of the output
@@ -65,8 +66,16 @@ struct KeyFormat {
     flashattn_ext::accumulate<T, kSteps>(sums, a, b);
   }
   template <class Scores>
-  static __device__ __forceinline__ void make_logits(const GeneralScore& score, Scores& x) {
-    score.template make_logits<T>(x);
+  static __device__ __forceinline__ auto make_logits(const GeneralScore& score, Scores& x, bool has_slopes) {
+    if constexpr (sizeof(T) == 4) {
+      // As in the other forwards of fp32: the derivatives take the exact product of small rows too.
+      const bool stores = score.is_capped || has_slopes || !(score.factor > 0);
+      if (stores) score.template make_logits<T>(x);
+      return ScaledLogit{stores ? 1.f : score.factor};
+    } else {
+      score.template make_logits<T>(x);
+      return StoredLogit{};
+    }
   }
   template <int N>
   static __device__ __forceinline__ void store_sums(float* to, const float (&x)[N][4], int r) {
@@ -130,8 +139,9 @@ struct KeyFormat<Float8, kRowTiles> {
     accumulate_fp8<kSteps>(sums, a, words_of(b));
   }
   template <class Scores>
-  __device__ __forceinline__ void make_logits(const GeneralScore& score, Scores& x) const {
+  __device__ __forceinline__ StoredLogit make_logits(const GeneralScore& score, Scores& x, bool) const {
     score.template make_logits<__nv_bfloat16>(x, of_products);
+    return {};
   }
   // Tile n holds the even ones of 16 columns, and tile n + 1 the odd ones.
   template <int N>

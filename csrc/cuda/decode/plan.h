@@ -28,6 +28,12 @@ struct SplitTask {
   int first, next;
 };
 
+// The maximum that the weights of a row are relative to, in units of log2, and their sum, for some of its keys. One
+// word for both would lose a sum of weights beside a large maximum, which other keys may have too.
+struct RowSum {
+  float max, sum;
+};
+
 struct Plan {
   int splits;     // fixed: parts per task; 0: shares
   int part_keys;  // shares with fixed parts: keys per part; 0: a unit has kUnitKeys keys. Also in packed.h
@@ -45,7 +51,7 @@ struct Plan {
   int most_parts;          // maximum parts per task, from the shapes; 0: unknown
   int slots, slot_rows;    // slot_rows: rows of a tile; with fixed parts at most the packed rows of a sequence
   float* partial_out;      // [slots][slot_rows][kHeadDim], normalised
-  float* partial_lse;      // [slots][slot_rows], base 2
+  RowSum* partial_sums;    // [slots][slot_rows]
   float* partial_largest;  // [slots][slot_rows]: largest logits, base 2; unallocated without row_maxima
 
   // Sets the pointers into the workspace and returns the size of the workspace in bytes. q: the rotated queries, of
@@ -55,7 +61,7 @@ struct Plan {
     const int64_t row = p.heads_q * p.head_dim, rows = int64_t{slots} * slot_rows;
     *q = {carver.take<char>(q_bytes), p.is_varlen() ? 0 : p.seqlen_q * row, row, p.head_dim};
     split_tasks = carver.take<SplitTask>(tasks);
-    partial_lse = carver.take<float>(rows);
+    partial_sums = carver.take<RowSum>(rows);
     partial_largest = carver.take<float>(p.row_maxima.data ? rows : 0);
     partial_out = carver.take<float>(rows * columns);
     return carver.bytes();

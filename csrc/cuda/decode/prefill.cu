@@ -342,6 +342,7 @@ AttnParams packed_call(const DecodeParams& p, bool in_pages) {
   packed.q.batch_stride = packed.k.batch_stride = packed.v.batch_stride = packed.out.batch_stride = 0;
   if (!p.is_varlen()) {
     packed.lse = {arrays.lse, 0, packed.total_q};
+    packed.lse_words = {};  // decoding has no derivatives
     if (p.row_maxima.data) packed.row_maxima = {arrays.row_maxima, 0, packed.total_q};
   }
   packed.alibi_batch_stride = p.alibi_batch_stride / 2;

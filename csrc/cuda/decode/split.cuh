@@ -75,9 +75,6 @@ struct Split {
   static_assert((kPeriodKeys & (kPeriodKeys - 1)) == 0);
 
   // Shared memory: the query tile (double-buffered if kAhead), the row maxima and sums of each team, the rings.
-  struct RowSum {
-    float max, sum;
-  };
   static constexpr int kQueryElements = kAllRows * kQueryStride;
   static constexpr int kQueryBytes = (kAhead ? 2 : 1) * kQueryElements * static_cast<int>(sizeof(T));
   static constexpr int kTeamBytes =
@@ -573,7 +570,7 @@ struct Split {
         if (e >= 2) scores[i][n][e] = second[i][n][e];
       });
     }
-    format.make_logits(score, scores);
+    const auto rule = format.make_logits(score, scores, p.alibi_slopes != nullptr);
     if (p.alibi_slopes) add_slopes(scores, row0);
     if (row0 < whole.begin || row0 + kKeys > whole.end) hide_unseen(scores, row0);
     if (p.has_intervals()) hide_by_mask(scores, row0);
@@ -581,7 +578,7 @@ struct Split {
     typename Core::A weights[kRowTiles][kSteps];
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
-      softmax[i].weigh(scores[i], StoredLogit(), kTolerance,
+      softmax[i].weigh(scores[i], rule, kTolerance,
                        [&](const float (&shrink)[2]) { for_chunks([&](int c) { rescale(out[c][i], shrink); }); });
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) weights[i][step] = Core::from_accumulators(scores[i], step);
@@ -679,10 +676,6 @@ struct Split {
   struct Combined {
     float x[4] = {};
     RowSum row;
-
-    __device__ __forceinline__ bool is_empty() const { return row.sum == 0; }
-    // The lse in units of log2.
-    __device__ __forceinline__ float lse() const { return finite_max(row.max) + log2f(row.sum); }
   };
   __device__ __forceinline__ Combined combine_teams(int i, int column) const {
     constexpr int kMostTeams = kMaxWarps / kTeamWarps;
@@ -741,9 +734,8 @@ struct Split {
     const int64_t query = first_query + at.query;
     Format::store(p, all.x, part().b, at.head, query, column, static_cast<int>(p.head_dim_v));
     if (column != 0) return;
-    *row_statistic(p.lse, part().b, at.head, query) =
-        all.is_empty() ? -infinity() : row_lse(finite_max(all.row.max), log2f(all.row.sum));
-    if (p.row_maxima.data) *row_statistic(p.row_maxima, part().b, at.head, query) = largest_logit(i) * kLn2<float>;
+    write_lse(p, part().b, at.head, query, all.row.max, all.row.sum);
+    if (p.row_maxima.data) write_largest(p, part().b, at.head, query, largest_logit(i));
   }
   __device__ __forceinline__ void store_partial(const Combined& all, int i, int column) {
     // Rows of two heads alternate in a slot.
@@ -752,7 +744,7 @@ struct Split {
     *reinterpret_cast<float4*>(plan.partial_out + slot_row * kHeadDim + column) =
         make_float4(all.x[0], all.x[1], all.x[2], all.x[3]);
     if (column != 0) return;
-    plan.partial_lse[slot_row] = all.is_empty() ? -infinity() : all.lse();
+    plan.partial_sums[slot_row] = all.row;
     if (p.row_maxima.data) plan.partial_largest[slot_row] = largest_logit(i);
   }
 };

@@ -49,19 +49,21 @@ struct Backward : BackwardBase<T, kHeadDimension, kOptions, kLarge> {
   using Base::kInRegisters, Base::kKeyTiles;
   using Base::p, Base::workspace, Base::k_tile, Base::places, Base::b, Base::hk, Base::dk, Base::dv;
   using typename Base::QuerySums, typename Base::QueryTile, typename Base::RowTile, typename Base::Scores;
-  // Shared memory has k and v [kKeys][kHeadDim]; stages of q and dout [kQueries][kHeadDim], lse, delta and what
-  // Gradients::load_row adds [kQueries]; buffers of scores [kKeys][kScoreStride]; and Notes. Scores are
-  // dS^T of kStages steps when P^T stays in registers, otherwise dS^T and P^T of one step.
+  static constexpr bool kTwoWords = Gradients::kTwoWords || sizeof(T) == 4;
+  // Shared memory has k and v [kKeys][kHeadDim]; stages of q and dout [kQueries][kHeadDim], lse (with kTwoWords as two
+  // arrays), delta and what Gradients::load_row adds [kQueries]; buffers of scores [kKeys][kScoreStride]; and Notes.
+  // Scores are dS^T of kStages steps when P^T stays in registers, otherwise dS^T and P^T of one step.
   static constexpr int kBytes = sizeof(T), kScoreBytes = kKeys * kScoreStride * kBytes;
-  static constexpr int kStageBytes = 2 * kQueries * RowTile::kRowBytes + kQueries * (2 * 4 + Gradients::kRowBytes);
+  static constexpr int kStageBytes =
+      2 * kQueries * RowTile::kRowBytes + kQueries * ((kTwoWords ? 3 : 2) * 4 + Gradients::kRowBytes);
   static constexpr int kScoreBuffers = kInRegisters ? kStages : 2;
   static constexpr int kTileBytes =
       2 * kKeys * RowTile::kRowBytes + kStages * kStageBytes + kScoreBuffers * kScoreBytes;
 
   T* v_tile;
   unsigned char* stages;
-  T *q_tile, *dout_tile;  // of the stage in use
-  float *lse, *delta;
+  T *q_tile, *dout_tile;          // of the stage in use
+  float *lse, *log2_sum, *delta;  // log2_sum: only with kTwoWords
   T *dscore_tile, *weight_tile;
   Gradients gradients;
 
@@ -86,7 +88,8 @@ struct Backward : BackwardBase<T, kHeadDimension, kOptions, kLarge> {
     q_tile = reinterpret_cast<T*>(stages + stage * kStageBytes);
     dout_tile = q_tile + kQueries * RowTile::kStride;
     lse = reinterpret_cast<float*>(dout_tile + kQueries * RowTile::kStride);
-    delta = lse + kQueries;
+    log2_sum = kTwoWords ? lse + kQueries : lse;
+    delta = log2_sum + kQueries;
     unsigned char* const scores = stages + kStages * kStageBytes;
     dscore_tile = reinterpret_cast<T*>(scores + (kInRegisters ? stage * kScoreBytes : 0));
     weight_tile = reinterpret_cast<T*>(scores + kScoreBytes);
@@ -104,7 +107,13 @@ struct Backward : BackwardBase<T, kHeadDimension, kOptions, kLarge> {
     ptx::cp_async_commit();
     const int64_t index = h * workspace.rows + (p.is_varlen() ? row : b * p.seqlen_q + row);
     for (int i = threadIdx.x; i < kQueries; i += kThreads) {
-      lse[i] = i < rows ? workspace.lse[index + i] : infinity();
+      if constexpr (kTwoWords) {
+        const LseWords<float> words = i < rows ? workspace.words[index + i] : LseWords<float>::of_no_key();
+        lse[i] = Gradients::kTwoWords ? words.top : first_word(words.top);
+        log2_sum[i] = second_word(words);
+      } else {
+        lse[i] = i < rows ? workspace.lse[index + i] : infinity();
+      }
       delta[i] = i < rows ? workspace.delta[index + i] : 0.f;
       gradients.load_row(*this, i, h, row + i, i < rows);
     }
@@ -127,7 +136,7 @@ struct Backward : BackwardBase<T, kHeadDimension, kOptions, kLarge> {
     if (kHeadDim > 64) places.recompute();
     Visibility::isolate_queries(*this, m * kQueries);
     Scores weights, dscores;
-    score_product<RowTile>(weights, places, k_tile, score_key(0), q_tile, score_query());
+    score_product<RowTile, true>(weights, places, k_tile, score_key(0), q_tile, score_query());
     score_product<RowTile>(dscores, places, v_tile, score_key(0), dout_tile, score_query());
     const int row0 = m * kQueries;
     const bool unmasked = row0 >= extent()->unmasked_begin && row0 + kQueries <= extent()->unmasked_end;
@@ -162,6 +171,7 @@ struct Backward : BackwardBase<T, kHeadDimension, kOptions, kLarge> {
     typename Dropping::template Columns<kKeyTiles> dropping(p, b, h, key, row);
     SeenBy<kKeyTiles> seen_by;
     if constexpr (kMasked) seen_by = SeenBy<kKeyTiles>(Visibility::mask_of(*this, h), row + 2 * t(), key + g());
+    clear_rows_of_marked(*this, dscores);
     gradients.template weigh_and_differentiate<kMasked>(*this, h, row0, weights, dscores, seen_by, dropping);
   }
 };

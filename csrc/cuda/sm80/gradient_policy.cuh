@@ -4,6 +4,7 @@
 // kQueryTiles: of a warp's scores.
 //   Workspace                of the call
 //   kMasksAlways             the mask of every score is checked, also in tiles that need none
+//   kTwoWords                weights always come from both words of lse; plain kernels of fp32 have them too
 //   kRowBytes                of shared memory, behind lse and delta of a stage, for each query
 //   load_row(kernel, ...)    fills them for query i of a stage; exists: whether it is within the sequence
 //   weigh_and_differentiate(kernel, ...)
@@ -12,6 +13,7 @@
 #pragma once
 
 #include "../common/general_scores.cuh"
+#include "../common/large_rows.cuh"
 #include "bias_sums.cuh"
 
 namespace flashattn_ext::sm80 {
@@ -19,17 +21,20 @@ namespace flashattn_ext::sm80 {
 // No option of a score.
 struct PlainGradients {
   using Workspace = BackwardWorkspace;
-  static constexpr bool kMasksAlways = false;
+  static constexpr bool kMasksAlways = false, kTwoWords = false;
   static constexpr int kRowBytes = 0;
 
   template <class Kernel>
   __device__ void load_row(const Kernel&, int, int, int64_t, bool) {}
   template <bool kMasked, class Kernel, class Scores, class SeenBy, class Dropping>
-  __device__ void weigh_and_differentiate(const Kernel& kernel, int, int, Scores& weights, Scores& dscores,
+  __device__ void weigh_and_differentiate(const Kernel& kernel, int h, int row0, Scores& weights, Scores& dscores,
                                           const SeenBy& seen_by, Dropping& dropping) {
+    constexpr bool kWords = Kernel::kTwoWords;
     const int first = kernel.score_query() + 2 * t();
-    flashattn_ext::weigh_and_differentiate<kMasked>(weights, dscores, kernel.workspace.score, kernel.lse + first,
-                                                    kernel.delta + first, seen_by, dropping);
+    subtract_words_of_marked<kWords>(kernel, weights, kernel.workspace.score, h, row0);
+    flashattn_ext::weigh_and_differentiate<kMasked, kWords>(weights, dscores, kernel.workspace.score,
+                                                            kernel.lse + first, kernel.log2_sum + first,
+                                                            kernel.delta + first, seen_by, dropping);
   }
   template <class Kernel>
   __device__ void end_head(const Kernel&, int) {}
@@ -50,7 +55,7 @@ struct GeneralGradients {
     }
   };
   static_assert(sizeof(RowCentres) <= kVectorBytes);
-  static constexpr bool kMasksAlways = true;
+  static constexpr bool kMasksAlways = true, kTwoWords = true;
   static constexpr int kRowBytes = kVectorBytes;
   using Bias = TileBias<T, true, kKeyTiles, kQueryTiles>;
   using Gradient = TileBiasGradient<Bias, T, kKeyTiles, kQueryTiles, RelativeGradient::kInAnyOrderOrExact, TileCentres>;
@@ -73,7 +78,7 @@ struct GeneralGradients {
     const TileCentres centres{row_centres(kernel) + first};
     Gradient gradient{kernel.p, bias, kernel.workspace, centres, kernel.b, h, kernel.split() == 0, sums};
     flashattn_ext::weigh_and_differentiate(weights, dscores, kernel.workspace.score, bias, gradient, kernel.lse + first,
-                                           kernel.delta + first, seen_by, dropping);
+                                           kernel.log2_sum + first, kernel.delta + first, seen_by, dropping);
   }
   template <class Kernel>
   __device__ void end_head(const Kernel& kernel, int h) {

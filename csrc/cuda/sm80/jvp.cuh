@@ -62,7 +62,7 @@ struct Jvp {
   typename RowTile::Places places;
   int row0;  // first query of the tile
   float out[kRowTiles][kOutTiles][4];
-  TangentRows<kRowTiles> rows;
+  TangentRows<kRowTiles, sizeof(T) == 4> rows;
 
   __device__ Jvp(const JvpParams& params, const Rule& score, T* shared)
       : p(params),
@@ -139,17 +139,21 @@ struct Jvp {
   }
 
   __device__ void start_tile() {
-    const int b = head()->b, h = head()->h;
-    const int64_t start = query_sequence(p, b).start + row0;
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
       set_zero(out[i]);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const int row = tile_row(i) + g() + 8 * r;
-        rows.start(i, r, row0 + row < length_q() ? *row_statistic(p.lse, b, h, start + row) : -infinity());
+        rows.start(i, r, words_of(tile_row(i) + g() + 8 * r));
       }
     }
+  }
+
+  // The words of the lse of a row of the query tile.
+  __device__ LseWords<float> words_of(int row) const {
+    if (row0 + row >= length_q()) return LseWords<float>::of_no_key();
+    const int b = head()->b;
+    return LseWords<float>::of(p, b, head()->h, query_sequence(p, b).start + row0 + row);
   }
 
   // Starts copying the rows of key tile n of two tensors, of which the second may be absent.
@@ -226,6 +230,7 @@ struct Jvp {
     const auto& rule = Tangents::make_logits(*this, scores, tangents, step);
     if (step.masked) hide_keys<true, true>(scores, mask(), score_row(), step.n * kKeys + 2 * t());
     Visibility::hide(*this, step, scores);
+    rows.subtract_words(scores, rule, [&](int i, int r) { return words_of(tile_row(i) + g() + 8 * r); });
     if constexpr (kBiasesAlone) {
       Tangents::add_biases(*this, tangents, step);
       rows.hide(scores, tangents);
@@ -277,13 +282,12 @@ struct Jvp {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int row = tile_row(i) + g() + 8 * r;
-        const float natural = row < count ? *row_statistic(p.lse, b, h, start + row) : -infinity();
-        const RowTangent row_tangent = rows.finish(p, sink, i, r, natural);
+        const RowTangent row_tangent = rows.finish(p, sink, i, r, words_of(row));
         if (row < count && t() == 0) *row_statistic(p.tangents.lse, b, h, start + row) = row_tangent.lse;
         const T* const primal = row_pointer<const T>(p.out, b, h, start + row);
         const auto tangent = [&](float sum, int column) {
           const float x = row < count && column < columns ? widen(primal[column]) : 0.f;
-          return sum * keep_scale + row_tangent.factor * x;
+          return sum * (keep_scale * row_tangent.sums) + row_tangent.factor * x;
         };
         // Every warp overwrites only its own rows of the q tile.
 #pragma unroll

@@ -10,6 +10,7 @@
 #pragma once
 
 #include "../common/bias_finish.cuh"
+#include "../common/large_rows.cuh"
 #include "../common/second_workspace.cuh"
 #include "derivative_policies.cuh"
 #include "key_tile.cuh"
@@ -56,17 +57,19 @@ struct Second : SecondBase<T, kHeadDimension, kOptions, kLarge> {
   using Base::p, Base::workspace, Base::k_tile, Base::places, Base::b, Base::hk, Base::dk, Base::dv;
   using typename Base::QuerySums, typename Base::QueryTile, typename Base::RowTile, typename Base::Scores;
   static_assert(kStages == 1);
-  // Shared memory has k, v, tk and tv [kKeys][kHeadDim]; q, dout and tq [kQueries][kHeadDim] with lse, delta, r and
-  // tlse [kQueries]; F^T, T^T and the weights of dv [kKeys][kScoreStride]; and Notes.
+  static constexpr bool kTwoWords = Gradients::kTwoWords;
+  static_assert(kTwoWords || sizeof(T) == 2);
+  // Shared memory has k, v, tk and tv [kKeys][kHeadDim]; q, dout and tq [kQueries][kHeadDim] with lse (with kTwoWords
+  // as two arrays), delta, r and tlse [kQueries]; F^T, T^T and the weights of dv [kKeys][kScoreStride]; and Notes.
   static constexpr int kBytes = sizeof(T), kScoreBytes = kKeys * kScoreStride * kBytes;
   static constexpr int kKeyElements = kKeys * RowTile::kStride, kQueryElements = kQueries * RowTile::kStride;
   static constexpr int kTileBytes =
-      (4 * kKeyElements + 3 * kQueryElements) * kBytes + 4 * kQueries * 4 + 3 * kScoreBytes;
+      (4 * kKeyElements + 3 * kQueryElements) * kBytes + (kTwoWords ? 5 : 4) * kQueries * 4 + 3 * kScoreBytes;
   static constexpr int kSharedBytes = kTileBytes + static_cast<int>(sizeof(typename Base::Notes));
   static_assert(kSharedBytes <= (kLarge ? kLargeShared : derivative_shared<kBytes, kHeadDim>()));
 
   T *v_tile, *tk_tile, *tv_tile, *q_tile, *dout_tile, *tq_tile;
-  float *lse, *delta, *r, *tlse;
+  float *lse, *log2_sum, *delta, *r, *tlse;  // log2_sum: only with kTwoWords
   T *f_tile, *t_tile, *weight_tile;
   Gradients gradients;
 
@@ -79,7 +82,8 @@ struct Second : SecondBase<T, kHeadDimension, kOptions, kLarge> {
         dout_tile(q_tile + kQueryElements),
         tq_tile(dout_tile + kQueryElements),
         lse(reinterpret_cast<float*>(tq_tile + kQueryElements)),
-        delta(lse + kQueries),
+        log2_sum(kTwoWords ? lse + kQueries : lse),
+        delta(log2_sum + kQueries),
         r(delta + kQueries),
         tlse(r + kQueries),
         f_tile(reinterpret_cast<T*>(tlse + kQueries)),
@@ -110,7 +114,13 @@ struct Second : SecondBase<T, kHeadDimension, kOptions, kLarge> {
     const int64_t index = h * workspace.rows + (p.is_varlen() ? row : b * p.seqlen_q + row);
     for (int i = threadIdx.x; i < kQueries; i += kThreads) {
       const bool exists = i < rows;
-      lse[i] = exists ? workspace.lse[index + i] : infinity();
+      if constexpr (kTwoWords) {
+        const LseWords<float> words = exists ? workspace.words[index + i] : LseWords<float>::of_no_key();
+        lse[i] = words.top;
+        log2_sum[i] = second_word(words);
+      } else {
+        lse[i] = exists ? workspace.lse[index + i] : infinity();
+      }
       delta[i] = exists ? workspace.delta[index + i] : 0.f;
       r[i] = exists ? workspace.r[index + i] : 0.f;
       tlse[i] = exists ? *row_statistic(p.tangents.lse, b, h, row + i) : 0.f;
@@ -154,7 +164,7 @@ struct Second : SecondBase<T, kHeadDimension, kOptions, kLarge> {
   template <bool kMasked>
   __device__ void compute_scores(int h, int row0) {
     Scores x, tangents, dp, of_values;
-    score_product<RowTile>(x, places, k_tile, score_key(0), q_tile, score_query());
+    score_product<RowTile, true>(x, places, k_tile, score_key(0), q_tile, score_query());
     score_product<RowTile>(dp, places, v_tile, score_key(0), dout_tile, score_query());
 #pragma unroll
     for (int i = 0; i < kKeyTiles; ++i) {
@@ -166,11 +176,17 @@ struct Second : SecondBase<T, kHeadDimension, kOptions, kLarge> {
     if (p.tangents.v.data) {
       add_score_product<RowTile>(of_values, places, tv_tile, score_key(0), dout_tile, score_query());
     }
+    if constexpr (!kTwoWords) subtract_words_of_marked<false>(*this, x, workspace.score, h, row0);
     const int key = first_score_key(), row = row0 + score_query();
     typename Dropping::template Columns<kKeyTiles> dropping(p, b, h, key, row);
     SeenBy<kKeyTiles> seen_by;
     if constexpr (kMasked) seen_by = SeenBy<kKeyTiles>(Visibility::mask_of(*this, h), row + 2 * t(), key + g());
+    clear_rows_of_marked(*this, dp);
+    clear_rows_of_marked(*this, of_values);
     gradients.template differentiate_twice<kMasked>(*this, h, row0, x, tangents, dp, of_values, seen_by, dropping);
+    // The tangent of a row's only logit is that of lse.
+    clear_rows_of_marked(*this, x);
+    clear_rows_of_marked(*this, dp);
     store_scores(weight_tile, x);
     store_scores(t_tile, tangents);
     store_scores(f_tile, dp);

@@ -16,7 +16,7 @@ namespace flashattn_ext::sm80 {
 template <class T, int kKeyTiles, int kQueryTiles>
 struct GeneralSecond {
   using Workspace = GeneralWorkspace;
-  static constexpr bool kMasksAlways = true;
+  static constexpr bool kMasksAlways = true, kTwoWords = true;
   // Second derivatives have no centres (../../bias.h).
   struct NoCentres {
     __device__ __forceinline__ float2 pair(Centre, int) const { return {0, 0}; }
@@ -31,6 +31,7 @@ struct GeneralSecond {
                                       const Scores& b, const SeenBy<kKeyTiles>& seen_by, Dropping& dropping) {
     constexpr int kTogether = 2;  // query tiles
     const GeneralScore& score = kernel.workspace.score;
+    const bool is_plain = !score.is_capped && !kernel.p.has_bias();
     const int query = kernel.score_query(), key = kernel.first_score_key();
     const Bias bias(kernel.p, kernel.b, h, kernel.mask(), row0 + query, key);
     const Bias moving(kernel.p.tangents, kernel.b, h, kernel.mask(), row0 + query, key);
@@ -49,11 +50,17 @@ struct GeneralSecond {
       dropping.draw(first);
 #pragma unroll
       for (int n = 0; n < kTogether; ++n) {
-        const RowPair rows(kernel, query + (first + n) * 8 + 2 * t());
+        const int row = query + (first + n) * 8 + 2 * t();
+        const RowPair rows(kernel, row);
+        const float2 log2_sum = RowPair::pair(kernel.log2_sum, row);
         each_element<kKeyTiles, 1>([&](int i, int, int e) {
           const bool odd = e % 2, keeps = dropping.keeps(i, n, e);
           float &own = x[i][first + n][e], &tangent = tangents[i][first + n][e], &product = dp[i][first + n][e];
-          const float weight = ptx::ex2(logits[i][n][e] - (odd ? rows.lse.y : rows.lse.x));
+          const float top = odd ? rows.lse.y : rows.lse.x;
+          // The forward of a plain call takes the exact product of small rows.
+          const bool exact = is_plain && !rounds_products(top);
+          const float below = exact ? fmaf(own, score.factor, -top) : logits[i][n][e] - top;
+          const float weight = ptx::ex2(below - (odd ? log2_sum.y : log2_sum.x));
           const float slope = score.is_capped ? fmaxf(1 - own * own, 0.f) : 1.f;
           const float moved = tangent * score.softmax_scale;
           const SecondScore of{weight,

@@ -73,6 +73,7 @@ struct Backward : PingPong {
     alignas(kPanelAlignment) T dscores[kDscoreBuffers][kScorePanels][kKeys][kPanelColumns];  // dS^T: [keys][queries]
     DqPart<kDqTiles> dq[kDqParts];                                                           // through part_of
     float lse[kStages][kQueries], delta[kStages][kQueries];
+    int has_marks[kStages];  // in lse
     alignas(panel_alignment(kBiasStages)) MaybeArray<T[kKeys / 64][kQueries][kPanelColumns], kBiasStages> bias;
     // Row centres, for the gradients of biases.
     MaybeArray<float[kCentres][kQueries], Gradients::kHasCentres ? kStages : 0> centres;

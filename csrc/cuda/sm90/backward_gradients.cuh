@@ -64,13 +64,16 @@ struct PlainGradients : UnbiasedGradients<Scores> {
   template <class Kernel, class Products, class Work, class Walk>
   __device__ __forceinline__ void weigh(Kernel& kernel, Products& scores, const Work& work, const Walk& now,
                                         bool masked, Nothing) {
+    const int row0 = now.m * Kernel::kQueries;
+    subtract_words_of_step(kernel, scores, kernel.workspace.score, work.b, now.h, row0);
     Scores::weigh(
         kernel.weights, scores, kernel.workspace.score, kernel.shared.lse[kernel.queries.stage], masked,
-        [&] { return visible(kernel.p, work, now.h); }, now.m * Kernel::kQueries, work.key0 + kernel.warp_key);
+        [&] { return visible(kernel.p, work, now.h); }, row0, work.key0 + kernel.warp_key);
   }
   template <class Kernel, class Products, class Work, class Walk>
   __device__ __forceinline__ void differentiate(Kernel& kernel, Products& dscores, const Work&, const Walk&,
                                                 bool masked) {
+    clear_rows_of_step(kernel, dscores);
     Scores::differentiate(dscores, kernel.weights, kernel.workspace.score, kernel.shared.delta[kernel.queries.stage],
                           masked);
   }
@@ -124,9 +127,12 @@ struct DistanceGradients : UnbiasedGradients<Scores> {
   template <class Kernel, class Products, class Work, class Walk>
   __device__ __forceinline__ void weigh(Kernel& kernel, Products& scores, const Work& work, const Walk& now,
                                         bool masked, const Bias& bias) {
+    const int stage = kernel.queries.stage, row0 = now.m * Kernel::kQueries;
     Arithmetic::weigh(
-        kernel.weights, slopes, scores, kernel.workspace.score, bias, kernel.shared.lse[kernel.queries.stage], masked,
-        [&] { return row_mask(kernel.p, work); }, now.m * Kernel::kQueries, work.key0 + kernel.warp_key);
+        kernel.weights, slopes, scores, kernel.workspace.score, bias, kernel.shared.lse[stage],
+        kernel.shared.has_marks[stage] != 0,
+        [&](const auto& rule) { subtract_words_of_step(kernel, scores, rule, work.b, now.h, row0); }, masked,
+        [&] { return row_mask(kernel.p, work); }, row0, work.key0 + kernel.warp_key);
   }
   template <class Kernel, class Products, class Work, class Walk>
   __device__ __forceinline__ void differentiate(Kernel& kernel, Products& dscores, const Work& work, const Walk& now,
@@ -136,6 +142,7 @@ struct DistanceGradients : UnbiasedGradients<Scores> {
     const bool hides = masked || bias.range != Reached::kNone;
     typename Arithmetic::BiasGradient gradient{
         kernel.p, bias, kernel.workspace, {kernel.shared.centres[stage]}, work.b, now.h, true, sums};
+    clear_rows_of_step(kernel, dscores);
     Arithmetic::differentiate(dscores, kernel.weights, slopes, kernel.workspace.score, gradient,
                               kernel.shared.delta[stage], hides);
     if (uniform(static_cast<int>(now.ends_head()))) end_head(kernel, work, now.h);
@@ -184,13 +191,17 @@ struct BiasTileGradients : UnbiasedGradients<Scores> {
     const int stage = kernel.queries.stage;
     hides = add_bias_panel(scores, shared.bias[stage][kernel.group], kernel.warp_key % 64,
                            kernel.workspace.score.softmax_scale);
+    const int row0 = now.m * Kernel::kQueries;
+    const ScaledLogit rule{kLog2E<float>};
+    subtract_words_of_step(kernel, scores, rule, work.b, now.h, row0);
     Scores::weigh(
-        kernel.weights, scores, ScaledLogit{kLog2E<float>}, shared.lse[stage], masked,
-        [&] { return visible(kernel.p, work, now.h); }, now.m * Kernel::kQueries, work.key0 + kernel.warp_key);
+        kernel.weights, scores, rule, shared.lse[stage], masked, [&] { return visible(kernel.p, work, now.h); }, row0,
+        work.key0 + kernel.warp_key);
   }
   template <class Kernel, class Products, class Work, class Walk>
   __device__ __forceinline__ void differentiate(Kernel& kernel, Products& dscores, const Work&, const Walk&,
                                                 bool masked) {
+    clear_rows_of_step(kernel, dscores);
     Scores::differentiate(dscores, kernel.weights, ScaledLogit{}, kernel.shared.delta[kernel.queries.stage],
                           masked || hides);
   }

@@ -25,20 +25,24 @@ struct PackedDistanceScores {
   using BiasGradient = TileBiasGradient<Bias, T, 1, kQueries / 8, RelativeGradient::kInAnyOrder, Centres>;
 
   // Turns products into weights and overwrites `scores`. slopes: with softcap, the factors for the gradients of logits.
-  // Other arguments as in PackedScores.
-  template <class MaskOf>
+  // has_marks: whether lse has marks of rows; subtract_words(rule) handles these before the weights are computed. Other
+  // arguments as in PackedScores.
+  template <class SubtractWords, class MaskOf>
   static __device__ __forceinline__ void weigh(Packed& weights, Packed& slopes, Scores& scores,
                                                const GeneralScore& score, const Bias& bias,
-                                               const float (&lse)[kQueries], bool masked, const MaskOf& mask, int row0,
-                                               int key) {
+                                               const float (&lse)[kQueries], bool has_marks,
+                                               const SubtractWords& subtract_words, bool masked, const MaskOf& mask,
+                                               int row0, int key) {
     if (score.is_capped) {
       // Softcap alone, the usual case, has one pass: the arithmetic of one score hides the latency of another one's
       // tanh.
-      if (!masked && bias.is_absent()) return cap_and_weigh(weights, slopes, scores, score, lse);
+      if (!masked && !has_marks && bias.is_absent()) return cap_and_weigh(weights, slopes, scores, score, lse);
       cap(slopes, scores, score);
     }
     const float scale = bias.add(reinterpret_cast<float (&)[1][kQueries / 8][4]>(scores), score.factor);
-    Packing::weigh(weights, scores, ScaledLogit{scale}, lse, masked, mask, row0, key);
+    const ScaledLogit rule{scale};
+    subtract_words(rule);
+    Packing::weigh(weights, scores, rule, lse, masked, mask, row0, key);
   }
 
   // Turns dP into dS and sums the gradients of biases. hides: whether weights may be 0 because a mask or the bias hides

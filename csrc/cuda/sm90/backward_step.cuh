@@ -7,6 +7,7 @@
 #include "../common/bias_finish.cuh"
 #include "../common/device.h"
 #include "../common/lane.cuh"
+#include "../common/large_rows.cuh"
 #include "../common/maybe_array.cuh"
 #include "../common/ring.cuh"
 #include "../common/scores.cuh"
@@ -33,6 +34,30 @@ __device__ __forceinline__ Limits queries_of_tile(const AttnParams& p, const Bac
   const int key = n * Kernel::kKeys, end = min(key + Kernel::kKeys, work.length_k);
   const Limits rows = work.mask(p).rows_of(key, end);
   return Kernel::Visibility::template clip<Kernel>(p, work, rows, key, end);
+}
+
+// Stores whether a lane has loaded the mark of a row (../common/large_rows.cuh).
+__device__ __forceinline__ void publish_marks(int& has_marks, bool has_mark) {
+  const bool any = __any_sync(~0u, has_mark) != 0;
+  if (lane() == 0) has_marks = any;
+}
+// Subtracts the words of marked rows, which few steps have, from the products of a step. Kernel: the state of a
+// warpgroup. b, h, row: of the first query; query: its place in the step.
+template <class Kernel, class Score, int N>
+__device__ __forceinline__ void subtract_words_of_step(const Kernel& kernel, float (&products)[N][4],
+                                                       const Score& score, int b, int h, int row, int query = 0) {
+  const int stage = kernel.queries.stage;
+  if (kernel.shared.has_marks[stage] == 0) return;
+  subtract_words(reinterpret_cast<float (&)[1][N][4]>(products), score, kernel.shared.lse[stage] + query,
+                 kernel.workspace.words_of(kernel.p, b, h, row));
+}
+
+// dP of rows with one weight becomes 0 (../common/large_rows.cuh).
+template <class Kernel, int N>
+__device__ __forceinline__ void clear_rows_of_step(const Kernel& kernel, float (&dp)[N][4], int query = 0) {
+  const int stage = kernel.queries.stage;
+  if (kernel.shared.has_marks[stage] == 0) return;
+  clear_rows_of_one_weight(reinterpret_cast<float (&)[1][N][4]>(dp), kernel.shared.lse[stage] + query);
 }
 
 // --- the producer warp --------------------------------------------------------------------------------------------
@@ -174,6 +199,7 @@ struct BackwardLoader {
     const int rows = work.length_q - now.m * kQueries;
     const int64_t index = now.h * workspace.rows + (p.is_varlen() ? 0 : work.b * p.seqlen_q) + row;
     float lse[kQueries / 32], delta[kQueries / 32];
+    bool has_mark = false;
 #pragma unroll
     for (int i = 0; i < kQueries / 32; ++i) {
       const bool exists = i * 32 + lane() < rows;
@@ -184,7 +210,9 @@ struct BackwardLoader {
     for (int i = 0; i < kQueries / 32; ++i) {
       shared.lse[stage][i * 32 + lane()] = lse[i];
       shared.delta[stage][i * 32 + lane()] = delta[i];
+      has_mark = has_mark || is_mark(lse[i]);
     }
+    publish_marks(shared.has_marks[stage], has_mark);
     Kernel::Gradients::load_rows(shared, stage, p, workspace, row, now.h, batch, rows);
     ptx::barrier_arrive(&shared.q_full[stage]);  // every lane, for its own writes
     queries.advance();

@@ -65,6 +65,7 @@ struct WideBackward {
         MaybeArray<T[kQueryPanels][kOwnKeys][kPanelColumns], kSharesKeys ? kKeyStages : 0> other_k;
     uint4 weights[kBuffers][kQueries / 16][kGroupThreads];  // P^T, as each thread's registers
     float lse[kStages][kQueries], delta[kStages][kQueries];
+    int has_marks[kStages];  // in lse
     MaybeArray<typename Scores::Kept, Dropping::kDrops ? kBuffers : 0> kept;
     Work work[kWorkStages];
     MaybeArray<int, kMasks ? kStepsKept : 0> added_before;
@@ -260,6 +261,7 @@ struct WideBackward {
       ptx::wgmma_wait<0>();
       ptx::hold(scores);
       if constexpr (kSplitsColumns) shared.score_parts[0].exchange(scores, &this->parts_parity);
+      subtract_words_of_step(*this, scores, workspace.score, work.b, now.h, row0);
       Scores::weigh(
           weights, scores, workspace.score, shared.lse[queries.stage], Scores::is_masked(unmasked, row0),
           [&] { return visible(p, work, now.h); }, row0, key);
@@ -358,6 +360,7 @@ struct WideBackward {
       ptx::barrier_arrive(&shared.weights_empty[weights_at.stage]);
       weights_at.advance();
       Visibility::await(shared.q_full, shared.queries_inspected, queries);
+      clear_rows_of_step(*this, dscores);
       Scores::differentiate(dscores, weights, workspace.score, shared.delta[queries.stage],
                             Scores::is_masked(unmasked, now.m * kQueries));
       pack_scores<T>(weights, dscores);

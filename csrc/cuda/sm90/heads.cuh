@@ -44,6 +44,7 @@ struct HeadBackward : PingPong {
     alignas(kPanelAlignment) T dscores[kDscoreBuffers][kScorePanels][kKeys][kPanelColumns];
     float4 sums[8][kGroupThreads];  // of half a step of dq, by thread
     float lse[kStages][kQueries], delta[kStages][kQueries];
+    int has_marks[kStages];  // in lse
     Work work[kWorkStages];
     ptx::Barrier k_full[kKeyStages], keys_empty[kKeyStages];
     ptx::Barrier v_full[kValueStages], values_empty[kValueStages];

@@ -33,6 +33,7 @@ struct HeadWorkspace : BackwardWorkspace {
     query_tiles = static_cast<int>(tile_count(p.seqlen_q, queries));
     Carver carver(p.workspace);
     delta = carver.take<float>(p.heads_q * rows);
+    words = carver.take<LseWords<float>>(p.heads_q * rows);  // of marked rows
     const int64_t vectors = p.seqlen_k > keys ? blocks * p.group_size() * query_tiles * 2 * kHalfVectors : 0;
     sums = carver.take<float4>(vectors);
     sums_bytes = vectors * static_cast<int64_t>(sizeof(float4));
@@ -142,7 +143,8 @@ struct HeadLoader {
     ptx::barrier_arrive(&shared.q_full[stage]);  // every lane, for its own writes
     queries.advance();
   }
-  // In units of log2. Rows that do not exist get +inf, which makes their weights 0 for any score.
+  // In units of log2. Rows that do not exist have the words of a row without keys, which make their weights 0 for any
+  // score.
   __device__ __forceinline__ void load_lse(const Work& work, int h, int row) {
     float lse[kQueries / 32];
 #pragma unroll
@@ -150,10 +152,20 @@ struct HeadLoader {
       const int at = row + i * 32 + lane();
       lse[i] = at < work.length_q ? *row_statistic(p.lse, work.b, h, at) : infinity();
     }
+    bool has_mark = false;
 #pragma unroll
     for (int i = 0; i < kQueries / 32; ++i) {
-      shared.lse[queries.stage][i * 32 + lane()] = lse[i] == -infinity() ? infinity() : lse[i] * kLog2E<float>;
+      const float word = lse[i] == -infinity() ? infinity() : one_word(lse[i] * kLog2E<float>);
+      shared.lse[queries.stage][i * 32 + lane()] = word;
+      has_mark = has_mark || is_mark(word);
     }
+    // The warpgroups of scores read the words of marked rows.
+    for (int at = row + lane(); has_mark && at < min(row + kQueries, work.length_q); at += 32) {
+      const auto words = LseWords<float>::of(p, work.b, h, at);
+      workspace.words[h * workspace.rows + work.b * p.seqlen_q + at] = words;
+      if (has_one_weight(words)) shared.lse[queries.stage][at - row] = mark_of_one_weight();
+    }
+    publish_marks(shared.has_marks[queries.stage], has_mark);
   }
 };
 
@@ -192,13 +204,14 @@ struct DeltaWarps {
     const bool is_known = work.has_met(m);
     if (!is_known) ptx::barrier_wait(&shared.out_full[outs.stage], outs.parity);
     ptx::barrier_wait(&shared.rows_full[queries.stage], queries.parity);
+    ptx::barrier_wait(&shared.q_full[queries.stage], queries.parity);  // for the marks of rows in lse
 #pragma unroll 1
     for (int row = thread; row < kQueries; row += Kernel::kDeltaThreads) {
       float delta = 0;
       if (is_known) {
         if (row < rows) delta = known[row];
       } else {
-        delta = product(row);
+        if (!is_mark_of_one_weight(shared.lse[queries.stage][row])) delta = product(row);
         if (row < rows) {
           if (p.dlse.data) delta -= *row_statistic(p.dlse, work.b, h, m * kQueries + row);
           known[row] = delta;

@@ -89,9 +89,9 @@ struct InvariantForward : ForwardInChunks<T, kHeadDim, TileOfRow, Policies> {
       const float factor = finish_chunks(&sums[r], sink);
       const bool exists = row + 8 * r < work.length_q;
       const int64_t at = int64_t{work.query_start} + row + 8 * r;
-      if (exists && t() == 0) *row_statistic(p.lse, work.b, work.h, at) = lse_of(sums[r]);
+      if (exists && t() == 0) write_lse(p, work.b, work.h, at, sums[r].max, sums[r].sum);
       if (exists && t() == r && p.row_maxima.data) {
-        *row_statistic(p.row_maxima, work.b, work.h, at) = softmax.largest_logit * kLn2<float>;
+        write_largest(p, work.b, work.h, at, softmax.largest_logit);
       }
       store_row(row_pointer<T>(p.out, work.b, work.h, at), out, r, factor, sums[r].sum == 0, exists,
                 static_cast<int>(p.head_dim_v));

@@ -54,6 +54,7 @@ struct Jvp : ForwardConsumer<Jvp<T, kHeadDim, TileOfRow, Moves>> {
   struct Shared {
     QueryTile q, tq;
     KeyTile k[kStages], tk[kStages], v[kStages], tv[kStages];
+    LseWords<float> words[kQueries];
     // `full` of a stage: the rows and their tangents have arrived; `empty`: both may be overwritten.
     ptx::Barrier q_full, q_empty;
     ptx::Barrier k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
@@ -132,7 +133,7 @@ struct Jvp : ForwardConsumer<Jvp<T, kHeadDim, TileOfRow, Moves>> {
   uint32_t q_fragments[kHeadDim / 16][4];  // operands from registers leave shared memory to those of the other products
   float scores[kScoreTiles][4], tangents[kScoreTiles][4], out[kOutTiles][4];
   uint32_t weights[kSteps][4], moved[kSteps][4];  // P and P (A - pivot), packed
-  TangentRows<1> rows;
+  TangentRows<1, false> rows;
 
   __device__ Jvp(Shared& shared, const JvpParams& params, const Rule& score, int group)
       : shared(shared),
@@ -153,15 +154,22 @@ struct Jvp : ForwardConsumer<Jvp<T, kHeadDim, TileOfRow, Moves>> {
     }
   }
 
-  // The lse of row r (g or g + 8) of this warp; -inf if the row does not exist.
-  __device__ __forceinline__ float natural_lse(const Work& work, int r) const {
+  // The words of the lse of row r (g or g + 8) of this warp: of the call, and later in shared memory.
+  __device__ __forceinline__ LseWords<float> words_of(const Work& work, int r) const {
     const int row = work.row0 + warp_row + g() + 8 * r;
-    return row < work.length_q ? *row_statistic(p.lse, work.b, work.h, int64_t{work.query_start} + row) : -infinity();
+    if (row >= work.length_q) return LseWords<float>::of_no_key();
+    return LseWords<float>::of(p, work.b, work.h, int64_t{work.query_start} + row);
   }
+  __device__ __forceinline__ LseWords<float>& kept_words(int r) const { return shared.words[warp_row + g() + 8 * r]; }
   __device__ __forceinline__ void start_tile(const Work& work) {
     set_zero(out);
 #pragma unroll
-    for (int r = 0; r < 2; ++r) rows.start(0, r, natural_lse(work, r));
+    for (int r = 0; r < 2; ++r) {
+      const LseWords<float> words = words_of(work, r);
+      rows.start(0, r, words);
+      if (t() == 0) kept_words(r) = words;
+    }
+    __syncwarp();
   }
 
   // Visibility::compute_tile calls it, with the key tiles that this warpgroup sees.
@@ -251,6 +259,7 @@ struct Jvp : ForwardConsumer<Jvp<T, kHeadDim, TileOfRow, Moves>> {
       hide_keys<true, true>(score_tile(), work.mask(p), row, key0 + 2 * t());
       rows.hide(score_tile(), tangent_tile());
     }
+    rows.subtract_words(score_tile(), rule, [&](int, int r) { return kept_words(r); });
     rows.find_pivots(score_tile(), tangent_tile(), rule);
     rows.weigh(score_tile(), tangent_tile(), rule);
   }
@@ -272,14 +281,14 @@ struct Jvp : ForwardConsumer<Jvp<T, kHeadDim, TileOfRow, Moves>> {
     for (int r = 0; r < 2; ++r) {
       const bool exists = row + 8 * r < work.length_q;
       const int64_t at = int64_t{work.query_start} + row + 8 * r;
-      const RowTangent tangent = rows.finish(p, sink, 0, r, natural_lse(work, r));
+      const RowTangent tangent = rows.finish(p, sink, 0, r, kept_words(r));
       if (exists && t() == 0) *row_statistic(p.tangents.lse, work.b, work.h, at) = tangent.lse;
-      add_row(row_pointer<const T>(p.out, work.b, work.h, at), r, tangent.factor, exists, columns);
+      add_row(row_pointer<const T>(p.out, work.b, work.h, at), r, tangent, exists, columns);
       store_row(row_pointer<T>(p.tangents.out, work.b, work.h, at), out, r, 1.f, false, exists, columns);
     }
   }
-  // Adds factor * (row of the result) to row r of `out`.
-  __device__ __forceinline__ void add_row(const T* from, int r, float factor, bool exists, int columns) {
+  // Row r of `out`, the sums over keys, becomes that of the tangent. from: the row of the result.
+  __device__ __forceinline__ void add_row(const T* from, int r, const RowTangent& row, bool exists, int columns) {
     const bool aligned = reinterpret_cast<uintptr_t>(from) % sizeof(uint32_t) == 0;
 #pragma unroll
     for (int n = 0; n < kOutTiles; ++n) {
@@ -291,8 +300,8 @@ struct Jvp : ForwardConsumer<Jvp<T, kHeadDim, TileOfRow, Moves>> {
         pair.x = widen(from[column]);
         if (column + 1 < columns) pair.y = widen(from[column + 1]);
       }
-      out[n][2 * r] += factor * pair.x;
-      out[n][2 * r + 1] += factor * pair.y;
+      out[n][2 * r] = out[n][2 * r] * row.sums + row.factor * pair.x;
+      out[n][2 * r + 1] = out[n][2 * r + 1] * row.sums + row.factor * pair.y;
     }
   }
 };

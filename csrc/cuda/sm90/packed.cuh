@@ -205,7 +205,7 @@ struct PackedForward : Forward<T, kHeadDim, kHeadDim, TileOfRow, PackedPolicies>
       for (int n = 0; n < kOutTiles; ++n) {
         *reinterpret_cast<float2*>(to + n * 8) = make_float2(out[n][2 * r] * factor, out[n][2 * r + 1] * factor);
       }
-      if (t() == 0) plan.partial_lse[at] = sum == 0 ? -infinity() : finite_max(softmax.max[r]) + log2f(sum);
+      if (t() == 0) plan.partial_sums[at] = {softmax.max[r], sum};
       if (t() == r && p.row_maxima.data) plan.partial_largest[at] = softmax.largest_logit;
     }
   }

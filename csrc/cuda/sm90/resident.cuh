@@ -60,9 +60,10 @@ struct ResidentBackward : ResidentBase<T, kHeadDim, 64 * kRowTiles, 2, kResident
       store_zeros(work, {work.tiles.begin, work.sees_keys() ? work.visible.begin : work.tiles.end});
       if (work.sees_keys()) {
         ptx::barrier_wait(&shared.rows_full[rows_at.stage], rows_at.parity);
+        const bool has_marks = has_mark<kRows>(shared.lse[rows_at.stage]);
 #pragma unroll 1
         for (int tile = work.visible.begin; tile < work.visible.end; ++tile, at.advance()) {
-          if ((tile - work.visible.begin) % kGroups == group()) compute_tile(dq, work, tile * kKeys);
+          if ((tile - work.visible.begin) % kGroups == group()) compute_tile(dq, work, tile * kKeys, has_marks);
         }
         release(shared.rows_empty[rows_at.stage]);
         rows_at.advance();
@@ -72,7 +73,8 @@ struct ResidentBackward : ResidentBase<T, kHeadDim, 64 * kRowTiles, 2, kResident
     });
   }
 
-  __device__ __forceinline__ void compute_tile(Sums& dq, const ResidentWork& work, int key) {
+  // has_marks: whether a row has the mark of large_rows.cuh.
+  __device__ __forceinline__ void compute_tile(Sums& dq, const ResidentWork& work, int key, bool has_marks) {
     const Rows& rows = shared.rows[rows_at.stage];
     Stage& stage = shared.stages[at.stage];
     auto& dscores = shared.exchange[group()].dscores;
@@ -83,12 +85,19 @@ struct ResidentBackward : ResidentBase<T, kHeadDim, 64 * kRowTiles, 2, kResident
     score_product<kHeadDim>(dx, stage.v, 0, rows.dout);
     ptx::wgmma_wait<1>();
     ptx::hold(x);
+    if (has_marks) {
+      subtract_words(reinterpret_cast<float (&)[1][kRows / 8][4]>(x), workspace.score, shared.lse[rows_at.stage],
+                     [&](int row) { return workspace.words[this->place_of_row(work, row)]; });
+    }
     weigh(x, key);
     pack_scores<T>(packed, x);
     set_zero(sum);
     accumulate(sum, packed, rows.dout);
     ptx::wgmma_wait<1>();
     ptx::hold(dx);
+    if (has_marks) {
+      clear_rows_of_one_weight(reinterpret_cast<float (&)[1][kRows / 8][4]>(dx), shared.lse[rows_at.stage]);
+    }
     differentiate(dx, packed, key);
     uint32_t packed_dscores[kRows / 16][4];
     pack_scores<T>(packed_dscores, dx);

@@ -42,10 +42,10 @@ struct ResidentTogether : ResidentBase<T, kHeadDim, 128, 1, 3, 2> {
       store_zeros(work, {work.tiles.begin, work.sees_keys() ? work.visible.begin : work.tiles.end});
       if (work.sees_keys()) {
         ptx::barrier_wait(&shared.rows_full[rows_at.stage], rows_at.parity);
-        float lse[2], delta[2];
+        float lse[1][2], delta[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          lse[r] = shared.lse[rows_at.stage][first_row() + 8 * r];
+          lse[0][r] = shared.lse[rows_at.stage][first_row() + 8 * r];
           delta[r] = shared.delta[rows_at.stage][first_row() + 8 * r];
         }
 #pragma unroll 1
@@ -60,7 +60,7 @@ struct ResidentTogether : ResidentBase<T, kHeadDim, 128, 1, 3, 2> {
     });
   }
 
-  __device__ __forceinline__ void compute_tile(float (&dq)[kColumnTiles][4], const float (&lse)[2],
+  __device__ __forceinline__ void compute_tile(float (&dq)[kColumnTiles][4], const float (&lse)[1][2],
                                                const float (&delta)[2], const ResidentWork& work, int key) {
     const Rows& rows = shared.rows[rows_at.stage];
     Stage& stage = shared.stages[at.stage];
@@ -73,11 +73,23 @@ struct ResidentTogether : ResidentBase<T, kHeadDim, 128, 1, 3, 2> {
     score_product<kHeadDim>(dx, rows.dout, group() * 64, stage.v);
     ptx::wgmma_wait<1>();
     ptx::hold(x);
-    weigh(x, lse, key);
+    if (is_mark(lse[0][0]) || is_mark(lse[0][1])) {
+      subtract_words_of_rows(reinterpret_cast<float (&)[1][kKeys / 8][4]>(x), workspace.score, lse, [&](int, int r) {
+        return workspace.words[this->place_of_row(work, min(first_row() + 8 * r, plan.rows - 1))];
+      });
+    }
+    weigh(x, lse[0], key);
     pack_scores<T>(packed, x);
     store_panels(scores.weights, group() * 64 + warp_row(), packed);
     ptx::wgmma_wait<0>();
     ptx::hold(dx);
+    if (is_mark(lse[0][0]) || is_mark(lse[0][1])) {
+#pragma unroll
+      for (int n = 0; n < kKeys / 8; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) dx[n][e] = is_mark_of_one_weight(lse[0][e / 2]) ? 0.f : dx[n][e];
+      }
+    }
 #pragma unroll
     for (int n = 0; n < kKeys / 8; ++n) {
 #pragma unroll

@@ -2,6 +2,8 @@
 #pragma once
 
 #include "../../mask.h"
+#include "../common/backward_workspace.h"
+#include "../common/large_rows.cuh"
 #include "../common/launch.cuh"
 #include "../common/ring.cuh"
 #include "../common/rows.cuh"
@@ -45,7 +47,7 @@ struct ResidentBase {
   struct Shared {
     Rows rows[kRowStages];
     Stage stages[kStages];
-    float lse[kRowStages][kRows], delta[kRowStages][kRows];  // lse in base 2; +inf for rows that see nothing
+    float lse[kRowStages][kRows], delta[kRowStages][kRows];  // as in the workspace; +inf for rows that do not exist
     ptx::Barrier full[kStages], empty[kStages], rows_full[kRowStages], rows_empty[kRowStages];
   };
 
@@ -75,6 +77,11 @@ struct ResidentBase {
   static __device__ __forceinline__ int thread() { return static_cast<int>(threadIdx.x) % kGroupThreads; }
   static __device__ __forceinline__ int group() { return uniform(static_cast<int>(threadIdx.x) / kGroupThreads); }
   static __device__ __forceinline__ int warp_row() { return uniform(thread() / 32) * 16; }
+
+  // The place of a packed row in the arrays of rows of the workspace.
+  __device__ __forceinline__ int64_t place_of_row(const ResidentWork& work, int row) const {
+    return (work.head_k * plan.group + row / queries) * workspace.rows + work.b * queries + row % queries;
+  }
 
   // Calls body(work) for every work of this thread block.
   template <class Body>
@@ -139,7 +146,7 @@ struct ResidentBase {
 #pragma unroll 1
     for (int row = lane; row < kRows; row += 32) {
       const bool exists = row < plan.rows;
-      const int64_t index = (head + row / queries) * workspace.rows + work.b * queries + row % queries;
+      const int64_t index = place_of_row(work, row);
       memory.lse[stage][row] = exists ? workspace.lse[index] : infinity();
       memory.delta[stage][row] = exists ? workspace.delta[index] : 0.f;
     }
