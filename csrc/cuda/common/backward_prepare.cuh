@@ -65,8 +65,9 @@ __global__ void __launch_bounds__(kPrepareThreads)
   if (!valid || lane != 0) return;
   const LseWords<float> words = LseWords<float>::of(p, b, h, row);
   const float dlse = p.dlse.data ? *row_statistic(p.dlse, b, h, row) : 0.f;
-  workspace.delta[index] = (delta - dlse) / workspace.keep_scale;
-  workspace.lse[index] = one_word(words.sum());
+  const bool one_weight = has_one_weight(words);
+  workspace.delta[index] = ((one_weight ? 0.f : delta) - dlse) / workspace.keep_scale;
+  workspace.lse[index] = one_weight ? mark_of_one_weight() : one_word(words.sum());
   workspace.words[index] = words;
 }
 

@@ -84,7 +84,7 @@ struct TileBias : DistanceBias<kTransposed, kRowTiles, kColumnTiles> {
   // Rounded once, in every kernel. Element: of the bias; fp16 has no number that narrowed() changes.
   template <class Element>
   static __device__ __forceinline__ void add_log(float& logit, float bias) {
-    const float narrow = std::is_same_v<Element, __half> ? bias : narrowed(bias);
+    const float narrow = std::is_same_v<Element, __half> ? bias : narrowed_beyond(kNarrowsFrom<float>, bias);
     logit = bias == -infinity() ? -infinity() : fmaf(narrow, kLog2E<float>, logit);
   }
   template <class Element>

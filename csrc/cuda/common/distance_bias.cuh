@@ -146,7 +146,8 @@ struct DistanceBias {
     if (range == Reached::kSome) {
       each_element<kRowTiles, kCount>([&](int i, int n, int e) {
         const float bias = head.relative[entry(place.distance + place.distance_on(i, n0 + n, e))];
-        logits[i][n][e] = add_bias(logits[i][n][e], __fmul_rn(narrowed(bias), kLog2E<float>));  // as `end`
+        logits[i][n][e] = add_bias(logits[i][n][e],
+                                   __fmul_rn(narrowed_beyond(kNarrowsFrom<float>, bias), kLog2E<float>));  // as `end`
       });
     } else if (range != Reached::kNone) {
       each_element<kRowTiles, kCount>([&](int i, int n, int e) { logits[i][n][e] = add_bias(logits[i][n][e], end); });
@@ -231,7 +232,7 @@ struct DistanceBias {
   __device__ __forceinline__ void add_relative(float (&x)[kRowTiles][kColumnTiles][4], float scale) const {
     constexpr int kBands = 2 * kRowTiles;
     float recent[kBands][2];  // of rows 8 * k
-    float largest = 0;
+    float lowest = 0;
 #pragma unroll
     for (int n = 0; n < kColumnTiles; ++n) {
 #pragma unroll
@@ -240,7 +241,7 @@ struct DistanceBias {
         for (int odd = 0; odd < 2; ++odd) {
           if (n == 0 || k == 0) {
             recent[k][odd] = relative<kInside>(place.distance_on(k / 2, n, k % 2 * 2 + odd));
-            largest = fmaxf(largest, fabsf(recent[k][odd]));
+            lowest = fminf(lowest, recent[k][odd]);
           } else {
             recent[k][odd] = recent[k - 1][odd];
           }
@@ -249,12 +250,10 @@ struct DistanceBias {
         }
       }
     }
-    // An entry of -inf masks the score, even if the score is NaN. Beside other entries beyond kNarrowsFrom products do
-    // not count, so that their sums are narrowed.
-    if (!__any_sync(~0u, largest > kNarrowsFrom<float>)) return;
+    // An entry of -inf masks the score, even if the score is NaN.
+    if (!__any_sync(~0u, lowest == -infinity())) return;
     each_element<kRowTiles, kColumnTiles>([&](int i, int n, int e) {
-      const bool hides = relative<kInside>(place.distance_on(i, n, e)) == -infinity();
-      x[i][n][e] = hides ? -infinity() : narrowed(x[i][n][e]);
+      if (relative<kInside>(place.distance_on(i, n, e)) == -infinity()) x[i][n][e] = -infinity();
     });
   }
   // The entry for the distance of the lane's first score plus `on`.

@@ -1,5 +1,6 @@
 #include "../../bias.h"
 #include "few_keys_delta.h"
+#include "large_rows.cuh"
 #include "launch.cuh"
 #include "options.h"
 #include "rows.cuh"
@@ -66,7 +67,7 @@ __global__ void __launch_bounds__(kFewKeysThreads)
     const float sink = p.sink ? static_cast<const float*>(p.sink)[h] : 0.f;
     const float all = p.has_sink ? 1 - exp2f(words.sink_log2_weight(sink)) : 1.f;
     const float dlse = p.dlse.data ? *row_statistic(p.dlse, b, h, row) : 0.f;
-    if (!(fabsf(weights - all) < weight_error(words.top)) || weights == 0) continue;
+    if (!(fabsf(weights - all) < weight_error(words.top)) || weights == 0 || has_one_weight(words)) continue;
     // As if the weights added up to `all` without their rounding errors.
     workspace.delta[index] = delta * (all / weights) - dlse;
   }

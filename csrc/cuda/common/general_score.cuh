@@ -7,6 +7,7 @@
 #include "../../score.h"
 #include "../ptx/math.cuh"
 #include "elements.cuh"
+#include "rows.cuh"
 
 namespace flashattn_ext {
 
@@ -121,13 +122,25 @@ struct ScaledLogit {
   __device__ __forceinline__ float times_slope(float gradient, float) const { return gradient; }
 };
 
+// With a factor of log2(e) the scores of these rules are logits in natural units, whose biases are narrowed here
+// (score.h): where a logit is so large, products do not count beside its bias.
+__device__ __forceinline__ float narrowed_score(float factor, float x) {
+  return narrowed_beyond(factor == kLog2E<float> ? kNarrowsFrom<float> : infinity(), x);
+}
+__device__ __forceinline__ float narrowed_score(const ScaledLogit& score, float x) {
+  return narrowed_score(score.factor, x);
+}
+__device__ __forceinline__ float logit_of(const ScaledLogit& score, int, float x) {
+  return __fmul_rn(narrowed_score(score, x), score.factor);
+}
+
 // The rule of scores x of a forward whose logits, in units of log2, are factor * x + row[r].
 struct DistanceLogit {
   float factor;
   float row[2];
 };
 __device__ __forceinline__ float logit_of(const DistanceLogit& score, int r, float x) {
-  return __fmaf_rn(x, score.factor, score.row[r]);
+  return __fmaf_rn(narrowed_score(score.factor, x), score.factor, score.row[r]);
 }
 __device__ __forceinline__ float offset_of(const DistanceLogit& score, int r, float max) { return max - score.row[r]; }
 

@@ -5,28 +5,43 @@
 // is less than the rounding of a weight to 16 bits. In a larger row the number that kernels read in place of lse is a
 // mark. They find out whether a tile has a mark, which few tiles have, and subtract both words from the products of
 // marked rows, in place. The mark is -0: the ordinary arithmetic, which follows, subtracts nothing more.
+//
+// In many large rows a single key has all the weight. Its dP - delta is then the rounding error of two sums, which dS
+// would carry into products with large queries and keys. Such a row, whose second word is 0, has a mark of its own:
+// prepare leaves <dout, out> out of delta, and the kernels take dP as 0.
 #pragma once
 
 #include <climits>
 
 #include "elements.cuh"
 #include "lane.cuh"
-#include "rows.cuh"
+#include "scores.cuh"
 
 namespace flashattn_ext {
 
 constexpr float kOneWordBelow = 1024;
 
-// One word for a row, or the mark, from its log-sum-exp. +inf, of a row without keys, and NaN are one word.
-__device__ __forceinline__ float one_word(float lse) {
-  return fabsf(lse) >= kOneWordBelow && fabsf(lse) < infinity() ? -0.f : lse + 0.f;  // +0 for -0
+// +inf, of a row without keys, and NaN are not large.
+__device__ __forceinline__ bool is_large(float lse) { return fabsf(lse) >= kOneWordBelow && fabsf(lse) < infinity(); }
+// Whether one key, or the sink, has all the weight of a large row.
+__device__ __forceinline__ bool has_one_weight(const LseWords<float>& words) {
+  return words.log2_sum == 0 && is_large(words.top);
 }
-__device__ __forceinline__ bool is_mark(float lse) { return __float_as_int(lse) == INT_MIN; }
+
+// One word for a row, or a mark, from its log-sum-exp.
+__device__ __forceinline__ float one_word(float lse) { return is_large(lse) ? -0.f : lse + 0.f; }  // +0 for -0
+// The mark of a row with one weight: the number next to -0, which changes no exponent.
+__device__ __forceinline__ float mark_of_one_weight() { return __int_as_float(INT_MIN + 1); }
+__device__ __forceinline__ bool is_mark_of_one_weight(float lse) { return __float_as_int(lse) == INT_MIN + 1; }
+__device__ __forceinline__ bool is_mark(float lse) { return __float_as_int(lse) <= INT_MIN + 1; }
 
 // The same for kernels that always subtract the second word: a mark replaces the first word of rows that round
-// products.
+// products. The mark of one weight is in the second word.
 __device__ __forceinline__ float first_word(float top) {
   return rounds_products(top) && top < infinity() ? -0.f : top + 0.f;
+}
+__device__ __forceinline__ float second_word(const LseWords<float>& words) {
+  return has_one_weight(words) ? mark_of_one_weight() : words.log2_sum + 0.f;
 }
 
 // Whether some of kRows rows have a mark. All lanes of a warp call it.
@@ -39,6 +54,20 @@ __device__ __forceinline__ bool has_mark(const float* lse) {
     any = any || (row < kRows && is_mark(lse[row]));
   }
   return __any_sync(~0u, any) != 0;
+}
+
+// dP of rows with one weight becomes 0; transposed, as in subtract_words.
+template <int kKeyTiles, int N>
+__device__ __forceinline__ void clear_rows_of_one_weight(float (&dp)[kKeyTiles][N][4], const float* lse) {
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+#pragma unroll
+    for (int odd = 0; odd < 2; ++odd) {
+      if (!is_mark_of_one_weight(lse[8 * n + 2 * t() + odd])) continue;
+#pragma unroll
+      for (int i = 0; i < kKeyTiles; ++i) dp[i][n][odd] = dp[i][n][2 + odd] = 0;
+    }
+  }
 }
 
 // Turns stored scores of a row into those whose products are the exponents of the weights. Products are rounded where
@@ -79,7 +108,7 @@ __device__ __forceinline__ void subtract_words(float (&x)[kKeyTiles][N][4], cons
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           float& score_of_key = x[i][n][2 * r + odd];
-          score_of_key = words.of(score_of_key);
+          score_of_key = words.of(narrowed_score(score, score_of_key));
         }
       }
     }
@@ -98,6 +127,13 @@ __device__ __forceinline__ void subtract_words_of_marked(const Kernel& kernel, f
     const LseWords<float> words = words_of(row);
     return kTopAlone ? LseWords<float>{words.top, 0} : words;
   });
+}
+
+// dP of rows with one weight becomes 0, in the same kernels.
+template <class Kernel, int kKeyTiles, int N>
+__device__ __forceinline__ void clear_rows_of_marked(const Kernel& kernel, float (&dp)[kKeyTiles][N][4]) {
+  const float* const marks = (Kernel::kTwoWords ? kernel.log2_sum : kernel.lse) + kernel.score_query();
+  if (has_mark<8 * N>(marks)) clear_rows_of_one_weight(dp, marks);
 }
 
 // The same for scores of which a lane has rows g and g + 8 of each row tile. words_of(i, r): of these rows.

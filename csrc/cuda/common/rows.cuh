@@ -19,6 +19,11 @@ __device__ __forceinline__ float* row_statistic(const RowView& v, int64_t b, int
   return static_cast<float*>(v.data) + b * v.batch_stride + h * v.head_stride + row;
 }
 
+// narrowed() of score.h without branches. limit: kNarrowsFrom, or infinity to leave x as it is.
+__device__ __forceinline__ float narrowed_beyond(float limit, float x) {
+  return fmaf(x, 0.5f, 0.5f * fminf(fmaxf(x, -limit), limit));
+}
+
 // What a forward writes for a row: lse and, where they are wanted, its two words. max: the maximum that the weights are
 // relative to, in units of log2; sum: of the weights, 0 if the row is fully masked.
 __device__ __forceinline__ void write_lse(const AttnParams& p, int64_t b, int64_t h, int64_t row, float max,

@@ -38,6 +38,11 @@ template <class Score>
 __device__ __forceinline__ float exponent_of(const Score&, float logit, float max) {
   return __fsub_rn(logit, max);
 }
+// A stored score, with its bias narrowed if it has one.
+template <class Score>
+__device__ __forceinline__ float narrowed_score(const Score&, float x) {
+  return x;
+}
 // Whether the products of a rule can have to be rounded before the offset is subtracted (kRoundsProducts in score.h).
 template <class Score>
 __device__ __forceinline__ constexpr bool has_products(const Score&) {

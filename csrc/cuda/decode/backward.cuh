@@ -193,6 +193,7 @@ struct FewRowsBackward {
     multiply(dx, stage.v, shared.dout);
     if (has_mark<kRows>(shared.lse)) {
       subtract_words(x, workspace.score, shared.lse, [&](int row) { return shared.words[row]; });
+      clear_rows_of_one_weight(dx, shared.lse);
     }
     const bool is_partial = key < whole.begin || key + kKeys > whole.end;
 #pragma unroll

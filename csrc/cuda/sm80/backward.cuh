@@ -110,7 +110,7 @@ struct Backward : BackwardBase<T, kHeadDimension, kOptions, kLarge> {
       if constexpr (kTwoWords) {
         const LseWords<float> words = i < rows ? workspace.words[index + i] : LseWords<float>::of_no_key();
         lse[i] = Gradients::kTwoWords ? words.top : first_word(words.top);
-        log2_sum[i] = words.log2_sum;
+        log2_sum[i] = second_word(words);
       } else {
         lse[i] = i < rows ? workspace.lse[index + i] : infinity();
       }
@@ -171,6 +171,7 @@ struct Backward : BackwardBase<T, kHeadDimension, kOptions, kLarge> {
     typename Dropping::template Columns<kKeyTiles> dropping(p, b, h, key, row);
     SeenBy<kKeyTiles> seen_by;
     if constexpr (kMasked) seen_by = SeenBy<kKeyTiles>(Visibility::mask_of(*this, h), row + 2 * t(), key + g());
+    clear_rows_of_marked(*this, dscores);
     gradients.template weigh_and_differentiate<kMasked>(*this, h, row0, weights, dscores, seen_by, dropping);
   }
 };

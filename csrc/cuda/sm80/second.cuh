@@ -117,7 +117,7 @@ struct Second : SecondBase<T, kHeadDimension, kOptions, kLarge> {
       if constexpr (kTwoWords) {
         const LseWords<float> words = exists ? workspace.words[index + i] : LseWords<float>::of_no_key();
         lse[i] = words.top;
-        log2_sum[i] = words.log2_sum;
+        log2_sum[i] = second_word(words);
       } else {
         lse[i] = exists ? workspace.lse[index + i] : infinity();
       }
@@ -181,7 +181,12 @@ struct Second : SecondBase<T, kHeadDimension, kOptions, kLarge> {
     typename Dropping::template Columns<kKeyTiles> dropping(p, b, h, key, row);
     SeenBy<kKeyTiles> seen_by;
     if constexpr (kMasked) seen_by = SeenBy<kKeyTiles>(Visibility::mask_of(*this, h), row + 2 * t(), key + g());
+    clear_rows_of_marked(*this, dp);
+    clear_rows_of_marked(*this, of_values);
     gradients.template differentiate_twice<kMasked>(*this, h, row0, x, tangents, dp, of_values, seen_by, dropping);
+    // The tangent of a row's only logit is that of lse.
+    clear_rows_of_marked(*this, x);
+    clear_rows_of_marked(*this, dp);
     store_scores(weight_tile, x);
     store_scores(t_tile, tangents);
     store_scores(f_tile, dp);

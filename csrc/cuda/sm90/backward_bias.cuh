@@ -5,7 +5,6 @@
 
 #include "../common/panels.cuh"
 #include "dq_adder.cuh"
-#include "forward_bias.cuh"
 
 namespace flashattn_ext::sm90 {
 
@@ -18,7 +17,7 @@ __device__ __forceinline__ T* transposed_row(T (&panel)[kQueries][kPanelColumns]
 }
 
 // Products x of a warp's 16 keys, the first of which is `key` in the panel, become natural logits: scale * x + bias.
-// Returns whether the bias may hide a score of the warp, with -inf.
+// Returns whether the bias hides any score of the warp, with -inf.
 template <class T, int N, int kQueries>
 __device__ __forceinline__ bool add_bias_panel(float (&x)[N][4], T (&bias)[kQueries][kPanelColumns], int key,
                                                float scale) {
@@ -26,7 +25,7 @@ __device__ __forceinline__ bool add_bias_panel(float (&x)[N][4], T (&bias)[kQuer
   uint32_t pairs[N / 2][4];
 #pragma unroll
   for (int step = 0; step < N / 2; ++step) ptx::ldmatrix_transposed(pairs[step], transposed_row(bias, key, step));
-  LargestBias<T> largest;
+  uint32_t lowest = pairs[0][0];
   const auto each_pair = [&](const auto& body) {
 #pragma unroll
     for (int n = 0; n < N; ++n) {
@@ -36,15 +35,17 @@ __device__ __forceinline__ bool add_bias_panel(float (&x)[N][4], T (&bias)[kQuer
   };
   each_pair([&](uint32_t pair, float& even, float& odd) {
     const float2 added = TensorCore<T>::unpack(pair);
-    largest.add(pair);
+    lowest = ptx::min_x2(lowest, pair, T());
     even = fmaf(even, scale, added.x);
     odd = fmaf(odd, scale, added.y);
   });
-  if (!largest.is_special()) return false;
+  // A bias of -inf hides the score, even a NaN.
+  const float2 least = TensorCore<T>::unpack(lowest);
+  if (!__any_sync(~0u, fminf(least.x, least.y) == -infinity())) return false;
   each_pair([&](uint32_t pair, float& even, float& odd) {
     const float2 added = TensorCore<T>::unpack(pair);
-    even = special_logit(even, added.x);
-    odd = special_logit(odd, added.y);
+    if (added.x == -infinity()) even = -infinity();
+    if (added.y == -infinity()) odd = -infinity();
   });
   return true;
 }

@@ -73,6 +73,7 @@ struct PlainGradients : UnbiasedGradients<Scores> {
   template <class Kernel, class Products, class Work, class Walk>
   __device__ __forceinline__ void differentiate(Kernel& kernel, Products& dscores, const Work&, const Walk&,
                                                 bool masked) {
+    clear_rows_of_step(kernel, dscores);
     Scores::differentiate(dscores, kernel.weights, kernel.workspace.score, kernel.shared.delta[kernel.queries.stage],
                           masked);
   }
@@ -141,6 +142,7 @@ struct DistanceGradients : UnbiasedGradients<Scores> {
     const bool hides = masked || bias.range != Reached::kNone;
     typename Arithmetic::BiasGradient gradient{
         kernel.p, bias, kernel.workspace, {kernel.shared.centres[stage]}, work.b, now.h, true, sums};
+    clear_rows_of_step(kernel, dscores);
     Arithmetic::differentiate(dscores, kernel.weights, slopes, kernel.workspace.score, gradient,
                               kernel.shared.delta[stage], hides);
     if (uniform(static_cast<int>(now.ends_head()))) end_head(kernel, work, now.h);
@@ -199,6 +201,7 @@ struct BiasTileGradients : UnbiasedGradients<Scores> {
   template <class Kernel, class Products, class Work, class Walk>
   __device__ __forceinline__ void differentiate(Kernel& kernel, Products& dscores, const Work&, const Walk&,
                                                 bool masked) {
+    clear_rows_of_step(kernel, dscores);
     Scores::differentiate(dscores, kernel.weights, ScaledLogit{}, kernel.shared.delta[kernel.queries.stage],
                           masked || hides);
   }

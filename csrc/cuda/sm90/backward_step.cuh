@@ -52,6 +52,14 @@ __device__ __forceinline__ void subtract_words_of_step(const Kernel& kernel, flo
                  kernel.workspace.words_of(kernel.p, b, h, row));
 }
 
+// dP of rows with one weight becomes 0 (../common/large_rows.cuh).
+template <class Kernel, int N>
+__device__ __forceinline__ void clear_rows_of_step(const Kernel& kernel, float (&dp)[N][4], int query = 0) {
+  const int stage = kernel.queries.stage;
+  if (kernel.shared.has_marks[stage] == 0) return;
+  clear_rows_of_one_weight(reinterpret_cast<float (&)[1][N][4]>(dp), kernel.shared.lse[stage] + query);
+}
+
 // --- the producer warp --------------------------------------------------------------------------------------------
 
 template <class Kernel>

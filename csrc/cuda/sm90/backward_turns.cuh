@@ -108,6 +108,7 @@ class KeyGradientTurns {
   // dP^T becomes dS^T.
   __device__ __forceinline__ void differentiate(Products& dscores, const Walk& now, const Limits& unmasked) {
     ptx::hold(dscores);
+    clear_rows_of_step(kernel, dscores);
     Kernel::Scores::differentiate(dscores, kernel.weights, kernel.workspace.score, shared.delta[kernel.queries.stage],
                                   is_masked(now, unmasked));
   }

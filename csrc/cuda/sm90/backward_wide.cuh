@@ -360,6 +360,7 @@ struct WideBackward {
       ptx::barrier_arrive(&shared.weights_empty[weights_at.stage]);
       weights_at.advance();
       Visibility::await(shared.q_full, shared.queries_inspected, queries);
+      clear_rows_of_step(*this, dscores);
       Scores::differentiate(dscores, weights, workspace.score, shared.delta[queries.stage],
                             Scores::is_masked(unmasked, now.m * kQueries));
       pack_scores<T>(weights, dscores);

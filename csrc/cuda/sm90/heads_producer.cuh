@@ -161,7 +161,9 @@ struct HeadLoader {
     }
     // The warpgroups of scores read the words of marked rows.
     for (int at = row + lane(); has_mark && at < min(row + kQueries, work.length_q); at += 32) {
-      workspace.words[h * workspace.rows + work.b * p.seqlen_q + at] = LseWords<float>::of(p, work.b, h, at);
+      const auto words = LseWords<float>::of(p, work.b, h, at);
+      workspace.words[h * workspace.rows + work.b * p.seqlen_q + at] = words;
+      if (has_one_weight(words)) shared.lse[queries.stage][at - row] = mark_of_one_weight();
     }
     publish_marks(shared.has_marks[queries.stage], has_mark);
   }
@@ -202,13 +204,14 @@ struct DeltaWarps {
     const bool is_known = work.has_met(m);
     if (!is_known) ptx::barrier_wait(&shared.out_full[outs.stage], outs.parity);
     ptx::barrier_wait(&shared.rows_full[queries.stage], queries.parity);
+    ptx::barrier_wait(&shared.q_full[queries.stage], queries.parity);  // for the marks of rows in lse
 #pragma unroll 1
     for (int row = thread; row < kQueries; row += Kernel::kDeltaThreads) {
       float delta = 0;
       if (is_known) {
         if (row < rows) delta = known[row];
       } else {
-        delta = product(row);
+        if (!is_mark_of_one_weight(shared.lse[queries.stage][row])) delta = product(row);
         if (row < rows) {
           if (p.dlse.data) delta -= *row_statistic(p.dlse, work.b, h, m * kQueries + row);
           known[row] = delta;

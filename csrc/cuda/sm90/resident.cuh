@@ -95,6 +95,9 @@ struct ResidentBackward : ResidentBase<T, kHeadDim, 64 * kRowTiles, 2, kResident
     accumulate(sum, packed, rows.dout);
     ptx::wgmma_wait<1>();
     ptx::hold(dx);
+    if (has_marks) {
+      clear_rows_of_one_weight(reinterpret_cast<float (&)[1][kRows / 8][4]>(dx), shared.lse[rows_at.stage]);
+    }
     differentiate(dx, packed, key);
     uint32_t packed_dscores[kRows / 16][4];
     pack_scores<T>(packed_dscores, dx);

@@ -83,6 +83,13 @@ struct ResidentTogether : ResidentBase<T, kHeadDim, 128, 1, 3, 2> {
     store_panels(scores.weights, group() * 64 + warp_row(), packed);
     ptx::wgmma_wait<0>();
     ptx::hold(dx);
+    if (is_mark(lse[0][0]) || is_mark(lse[0][1])) {
+#pragma unroll
+      for (int n = 0; n < kKeys / 8; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) dx[n][e] = is_mark_of_one_weight(lse[0][e / 2]) ? 0.f : dx[n][e];
+      }
+    }
 #pragma unroll
     for (int n = 0; n < kKeys / 8; ++n) {
 #pragma unroll

@@ -175,8 +175,10 @@ struct Second : SecondConsumer<Second<T, kHeadDim, kOptions, kHeadDimV, Tangents
     hold_scores();
     const int query = group * kOwnQueries, row0 = now.m * kQueries + query;
     subtract_words_of_step(*this, x, workspace.score, work.b, now.h, row0, query);
+    clear_rows_of_step(*this, dp, query);
     SecondStep<Second, kScoreTiles>(workspace, shared, queries.stage, query)
         .run(x, tangents, dp, b, Masking::is_masked(unmasked, row0), work.mask(p), row0, work.key0 + warp_key + g());
+    clear_moved_rows_of_step(*this, x, dp, query);
     pack_scores<T>(of_values, x);
     pack_scores<T>(t_scores, tangents);
     pack_scores<T>(f_scores, dp);

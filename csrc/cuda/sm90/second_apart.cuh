@@ -209,9 +209,11 @@ struct SecondApart : PingPong, SecondConsumer<SecondApart<T, kHeadDim, kOptions,
     for (Scores* scores : {&x, &tangents, &dp, &b}) ptx::hold(*scores);
     const int row0 = now.m * kQueries;
     subtract_words_of_step(*this, x, workspace.score, work.b, now.h, row0);
+    clear_rows_of_step(*this, dp);
     SecondStep<SecondApart, kTiles>(workspace, shared, queries.stage, 0)
         .run(x, tangents, dp, b, Masking::is_masked(unmasked, row0), work.mask(p), row0,
              work.key0 + group * 64 + warp_key + g());
+    clear_moved_rows_of_step(*this, x, dp, 0);
     pack_scores<T>(of_values, x);
     Packed packed;
     if constexpr (Moves::kLogits) {

@@ -80,6 +80,14 @@ struct SecondShared {
   __device__ __forceinline__ DqPart<kDqTiles>& part_of(int group) { return dq[group]; }
 };
 
+// F and the weights of dv of rows with one weight become 0: the tangent of a row's only logit is that of lse.
+template <class Kernel, int N>
+__device__ __forceinline__ void clear_moved_rows_of_step(const Kernel& kernel, float (&of_values)[N][4],
+                                                         float (&f)[N][4], int query) {
+  clear_rows_of_step(kernel, of_values, query);
+  clear_rows_of_step(kernel, f, query);
+}
+
 // The arithmetic of a lane on the scores of a step, transposed: rows are keys, columns the step's queries from `query`
 // on. x, tangents, dp and b are in the order of PlainSecond; they become the weights of dv, T and F, in x, tangents and
 // dp.
