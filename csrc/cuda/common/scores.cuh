@@ -160,19 +160,23 @@ struct OnlineSoftmax {
   template <class Score, int N, class Rescale, class TakeSum = IgnoreSum>
   __device__ __forceinline__ void weigh(float (&x)[N][4], const float (&largest)[2], const Score& score,
                                         float tolerance, const Rescale& rescale, const TakeSum& take_sum = {}) {
-    float logit[2], top[2], offset[2], shrink[2];
+    float logit[2], product[2], offset[2], shrink[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       logit[r] = logit_of(score, r, largest[r]);
+      product[r] = offset_of(score, r, logit[r]);
+    }
+    // Asked of the warp, and ahead of the maximum: the answer is there when the exponents are.
+    const bool rounds =
+        has_products(score) && __any_sync(~0u, rounds_products(fmaxf(fabsf(product[0]), fabsf(product[1]))));
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
       shrink[r] = raise_max(r, logit[r], tolerance);
-      top[r] = finite_max(max[r]);
-      offset[r] = offset_of(score, r, top[r]);
+      offset[r] = offset_of(score, r, finite_max(max[r]));
     }
     if constexpr (kTellsLargest) largest_logit = fmaxf(largest_logit, threadIdx.x % 2 ? logit[1] : logit[0]);
     rescale(shrink);
-    if (has_products(score) && rounds_products(fmaxf(fabsf(top[0]), fabsf(top[1])))) {
-      round_products(x, score, top, offset);
-    }
+    if (__builtin_expect(rounds, false)) round_products(x, score, product, offset);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float part = 0;
@@ -230,19 +234,20 @@ struct OnlineSoftmax {
   // In rows with a large maximum, stored scores become those whose products are the exponents of the weights, from
   // products that are rounded as the maximum was. Then the offset is 0.
   template <class Score, int N>
-  static __device__ __forceinline__ void round_products(float (&x)[N][4], const Score& score, const float (&top)[2],
-                                                        float (&offset)[2]) {
+  __device__ __forceinline__ void round_products(float (&x)[N][4], const Score& score, const float (&product)[2],
+                                                 float (&offset)[2]) const {
     const float inverse = ptx::rcp_here(score.factor);  // finite: with a factor below 2^-112 no product is large
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      if (!rounds_products(top[r])) continue;
+      if (!rounds_products(product[r])) continue;
+      const float top = finite_max(max[r]);
       offset[r] = 0;
 #pragma unroll
       for (int n = 0; n < N; ++n) {
 #pragma unroll
         for (int odd = 0; odd < 2; ++odd) {
           float& score_of_key = x[n][2 * r + odd];
-          score_of_key = exponent_of(score, logit_of(score, r, score_of_key), top[r]) * inverse;
+          score_of_key = exponent_of(score, logit_of(score, r, score_of_key), top) * inverse;
         }
       }
     }

@@ -150,6 +150,7 @@ struct Backward : PingPong {
   RingPosition<kWorkStages> works;
   RingPosition<kKeyStages> keys;
   RingPosition<kStages> queries;  // the stage whose scores were computed last
+  int has_marks = 0;              // note_marks
   std::conditional_t<kDoutApart, RingPosition<kDoutStages>, Nothing> douts;
   std::conditional_t<kApart, RingPosition<kDscoreBuffers>, Nothing> buffers;
   int buffer = 0;  // index into shared.dscores of the buffer written last
@@ -211,6 +212,7 @@ struct Backward : PingPong {
     publish_drawn();
     await_phase();
     score_product<kHeadDim>(scores, shared.k[keys.stage], group * 64, shared.q[queries.stage]);
+    note_marks(*this);
     pass_phase();
     draw_next(work, now);
     const auto begun = gradients.begin(*this, work, now);
@@ -231,6 +233,7 @@ struct Backward : PingPong {
       query_product(dq, 1);
       ptx::wgmma_wait<1>();
       score_product<kHeadDim>(scores, shared.k[keys.stage], group * 64, shared.q[queries.stage]);
+      note_marks(*this);
       ptx::wgmma_wait<1>();
       ptx::hold(dq);
       pass_phase();
@@ -314,6 +317,7 @@ struct Backward : PingPong {
     ptx::barrier_wait(&shared.q_full[queries.stage], queries.parity);
     await_phase();
     score_product<kHeadDim>(scores, shared.k[keys.stage], group * 64, shared.q[queries.stage]);
+    note_marks(*this);
     pass_phase();
     if (has_dq) hand_over(group);
     ptx::wgmma_wait<0>();

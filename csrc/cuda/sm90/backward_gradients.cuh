@@ -129,8 +129,7 @@ struct DistanceGradients : UnbiasedGradients<Scores> {
                                         bool masked, const Bias& bias) {
     const int stage = kernel.queries.stage, row0 = now.m * Kernel::kQueries;
     Arithmetic::weigh(
-        kernel.weights, slopes, scores, kernel.workspace.score, bias, kernel.shared.lse[stage],
-        kernel.shared.has_marks[stage] != 0,
+        kernel.weights, slopes, scores, kernel.workspace.score, bias, kernel.shared.lse[stage], kernel.has_marks != 0,
         [&](const auto& rule) { subtract_words_of_step(kernel, scores, rule, work.b, now.h, row0); }, masked,
         [&] { return row_mask(kernel.p, work); }, row0, work.key0 + kernel.warp_key);
   }

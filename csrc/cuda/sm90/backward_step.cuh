@@ -41,23 +41,27 @@ __device__ __forceinline__ void publish_marks(int& has_marks, bool has_mark) {
   const bool any = __any_sync(~0u, has_mark) != 0;
   if (lane() == 0) has_marks = any;
 }
-// Subtracts the words of marked rows, which few steps have, from the products of a step. Kernel: the state of a
-// warpgroup. b, h, row: of the first query; query: its place in the step.
+// Reads whether the step has marked rows while its products are computed: read afterwards, the answer would be waited
+// for. Kernel: the state of a warpgroup, whose queries are in shared memory.
+template <class Kernel>
+__device__ __forceinline__ void note_marks(Kernel& kernel) {
+  kernel.has_marks = kernel.shared.has_marks[kernel.queries.stage];
+}
+// Subtracts the words of marked rows, which few steps have, from the products of a step, after note_marks. b, h, row:
+// of the first query; query: its place in the step.
 template <class Kernel, class Score, int N>
 __device__ __forceinline__ void subtract_words_of_step(const Kernel& kernel, float (&products)[N][4],
                                                        const Score& score, int b, int h, int row, int query = 0) {
-  const int stage = kernel.queries.stage;
-  if (kernel.shared.has_marks[stage] == 0) return;
-  subtract_words(reinterpret_cast<float (&)[1][N][4]>(products), score, kernel.shared.lse[stage] + query,
+  if (kernel.has_marks == 0) return;
+  subtract_words(reinterpret_cast<float (&)[1][N][4]>(products), score, kernel.shared.lse[kernel.queries.stage] + query,
                  kernel.workspace.words_of(kernel.p, b, h, row));
 }
 
 // dP of rows with one weight becomes 0 (../common/large_rows.cuh).
 template <class Kernel, int N>
 __device__ __forceinline__ void clear_rows_of_step(const Kernel& kernel, float (&dp)[N][4], int query = 0) {
-  const int stage = kernel.queries.stage;
-  if (kernel.shared.has_marks[stage] == 0) return;
-  clear_rows_of_one_weight(reinterpret_cast<float (&)[1][N][4]>(dp), kernel.shared.lse[stage] + query);
+  if (kernel.has_marks == 0) return;
+  clear_rows_of_one_weight(reinterpret_cast<float (&)[1][N][4]>(dp), kernel.shared.lse[kernel.queries.stage] + query);
 }
 
 // --- the producer warp --------------------------------------------------------------------------------------------

@@ -92,6 +92,7 @@ class KeyGradientTurns {
   __device__ __forceinline__ void multiply_scores() {
     score_product<Kernel::kColumns>(scores, shared.k[kernel.keys.stage], kernel.group * 64,
                                     shared.q[kernel.queries.stage]);
+    note_marks(kernel);
   }
   __device__ __forceinline__ void multiply_dscores(Products& dscores) {
     score_product<Kernel::kValueColumns>(dscores, shared.v[kernel.value_stage()], kernel.group * 64,

@@ -147,6 +147,7 @@ struct WideBackward {
     RingPosition<kWorkStages> works;
     RingPosition<kKeyStages> keys;
     RingPosition<kStages> queries;
+    int has_marks = 0;  // note_marks
     std::conditional_t<kPaired, RingPosition<kDoutStages>, Nothing> own_douts;
     RingPosition<kBuffers> weights_at, dscores_at;
     uint32_t parts_parity = 0;  // of OtherPart
@@ -256,6 +257,7 @@ struct WideBackward {
       float scores[kQueries / 8][4];
       Visibility::await(shared.q_full, shared.queries_inspected, queries);
       score_product<kColumns>(scores, shared.k[keys.stage], 0, shared.q[queries.stage]);
+      note_marks(*this);
       const int row0 = now.m * kQueries, key = this->own_key(work) + warp_key;
       Dropping::template draw<Scores>(shared.kept, kept_buffer, philox, p, work.b, now.h, work.key0, row0);
       ptx::wgmma_wait<0>();
@@ -338,6 +340,7 @@ struct WideBackward {
     __device__ __forceinline__ void start_scores(float (&dscores)[kQueries / 8][4]) {
       Visibility::await(shared.dout_full, shared.queries_inspected, this->douts());
       score_product<kValueColumns>(dscores, shared.v[keys.stage], 0, shared.dout[this->douts().stage]);
+      note_marks(*this);
     }
 
     __device__ __forceinline__ void finish_scores(float (&dscores)[kQueries / 8][4]) {

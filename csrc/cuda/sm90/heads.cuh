@@ -83,6 +83,7 @@ struct HeadBackward : PingPong {
   RingPosition<kKeyStages> keys;
   RingPosition<kValueStages> values;
   RingPosition<kStages> queries;
+  int has_marks = 0;  // note_marks
   RingPosition<kDscoreBuffers> buffers;
   float dk[kHeadDim / 8][4], dv[kHeadDim / 8][4];
   typename Scores::Packed weights;

@@ -56,6 +56,7 @@ struct Second : SecondConsumer<Second<T, kHeadDim, kOptions, kHeadDimV, Tangents
   RingPosition<kWorkStages> works;
   uint32_t key_parity = 0;
   RingPosition<kStages> queries;  // the stage whose scores were computed last
+  int has_marks = 0;              // note_marks
   float dk[kColumnTiles][4], dv[kColumnTiles][4], dq[kDqTiles][4];
   uint32_t k_fragments[kHeadDim / 16][4];
   Scores x, tangents, dp, b;                                                // in the order of PlainSecond
@@ -134,6 +135,7 @@ struct Second : SecondConsumer<Second<T, kHeadDim, kOptions, kHeadDimV, Tangents
     issue_score_product<kHeadDim>(dp, shared.v[0], 0, shared.dout[stage], false, query);
     if constexpr (Moves::kV) issue_score_product<kHeadDim>(b, shared.tv[0], 0, shared.dout[stage], false, query);
     ptx::wgmma_commit();
+    note_marks(*this);
   }
   __device__ __forceinline__ void hold_scores() {
     ptx::hold(x);

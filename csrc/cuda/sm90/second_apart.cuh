@@ -77,6 +77,7 @@ struct SecondApart : PingPong, SecondConsumer<SecondApart<T, kHeadDim, kOptions,
   RingPosition<kWorkStages> works;
   uint32_t key_parity = 0;
   RingPosition<kStages> queries;  // the stage whose scores were computed last
+  int has_marks = 0;              // note_marks
   float dk[kTiles][4], dv[kTiles][4];
   Packed of_values;  // the weights of dv
 
@@ -175,6 +176,7 @@ struct SecondApart : PingPong, SecondConsumer<SecondApart<T, kHeadDim, kOptions,
     issue_score_product<kHeadDim>(dp, shared.v[0], group * 64, shared.dout[stage]);
     if constexpr (Moves::kV) issue_score_product<kHeadDim>(b, shared.tv[0], group * 64, shared.dout[stage]);
     ptx::wgmma_commit();
+    note_marks(*this);
   }
   // The products of the gradients, of the step whose scores `differentiate` has left: one group.
   __device__ __forceinline__ void multiply_gradients(Dq& dq, int stage) {
