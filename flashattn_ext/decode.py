@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _C, arguments, ops
+from . import _C, arguments, kept, ops
 from .calls import DENSE, converter, lengths_of, results
 from .fp8 import FP8
-from .kept import KeptForTensors
 from .mask import Mask
 from .options import OPTIONS
 
@@ -19,7 +18,7 @@ class BlockTableError(ValueError, RuntimeError):
     """A sequence has more keys than its row of the block table can hold. A RuntimeError too, because flash-attn raises one."""
 
 
-_largest = KeptForTensors()  # the maximum of each tensor of lengths that came with a block table
+_largest = kept.KeptForTensors()  # the maximum of each tensor of lengths that came with a block table
 
 # The tensors of a decoding call that forward() does not have, in the order of the op's schema (csrc/decode_call.cpp).
 _CACHE_TENSORS = (
@@ -52,21 +51,21 @@ def _check_room(lengths: Any, new_keys: Tensor | None, k_cache: Tensor, block_ta
     """Raises BlockTableError where lengths and new keys need more pages than block_table has columns.
 
     Lengths on an accelerator are read, which waits for the device, once after each in-place change: once for all layers of a step.
-    They are not read in a CUDA graph capture, under torch.compile or in inference mode (tensors have no version counter there); the
-    op then clamps them.
+    They are not read in a CUDA graph capture, under torch.compile, in inference mode (tensors have no version counter there), in
+    transforms of torch.func, or where they have no values, as on the meta device; the op then clamps them.
     """
-    if (
-        torch.compiler.is_compiling()
-        or type(lengths) is not Tensor
-        or lengths.dtype != torch.int32
-        or lengths.is_inference()
-    ):
+    if torch.compiler.is_compiling() or type(lengths) is not Tensor or lengths.dtype != torch.int32 or lengths.is_meta:
         return
-    if not lengths.numel() or block_table.dim() != 2 or k_cache.dim() != 4:
+    if lengths.dim() != 1 or not lengths.numel() or block_table.dim() != 2 or k_cache.dim() != 4:
         return  # the op's own checks raise where these are wrong
-    if lengths.is_cuda and torch.cuda.is_current_stream_capturing():
-        return
-    largest = _largest.get([lengths], lambda: int(lengths.max()))
+    if lengths.is_cpu:
+        if not kept.has_values(lengths):
+            return
+        largest = max(lengths.tolist())
+    else:
+        if kept.state_of((lengths,)) is None or (lengths.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return
+        largest = _largest.get([lengths], lambda: int(lengths.max()))
     new = 0 if new_keys is None else new_keys.shape[1]
     columns, page_size = block_table.shape[1], k_cache.shape[1]
     if largest + new > columns * page_size:
@@ -189,7 +188,7 @@ def flash_attn_with_kvcache(
             CPU. On accelerators they are clamped to the capacity, and new keys without room are dropped, because reading the lengths
             would wait for the device. Lengths beyond a block_table raise there too, an error that is a RuntimeError as well, as
             in flash-attn: cache_seqlens is read once after each change of it, but not while a CUDA graph is captured,
-            under torch.compile or in inference mode.
+            under torch.compile, in inference mode or in transforms of torch.func.
         TypeError: a type or a dtype is not as described.
         NotImplementedError: the backend has no decoding, or not for this call; names the nearest thing that works. Also for
             alibi_slopes with a cache of float8_e4m3fn, and for a rotation of q or k of that dtype.
