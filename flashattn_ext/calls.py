@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import arguments
+from . import arguments, ops
 from .mask import checked_mask
-from .options import OPTIONS, CallOptions, CallTensors, Option  # noqa: F401 - _OF_A_CALL makes CallOptions
+from .options import OPTIONS, CallOptions, CallTensors, Option
 
 # Converts the tensors of a call with at least one DTensor: all to DTensors. The package sets it (__init__.py), because this module
 # imports no integration.
@@ -141,6 +141,23 @@ def autocast(tensors: CallTensors) -> CallTensors:
     if bias is not None and bias.dtype != torch.float32:
         bias = arguments.cast(bias, dtype)
     return tensors._replace(q=q, k=k, v=v, bias=bias)
+
+
+def check(tensors: CallTensors, options: CallOptions) -> None:
+    """Runs the checks of the op `forward` where no kernel of it follows.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: as the op on any device.
+    """
+    q = tensors.q
+    for name, t in tensors._asdict().items():
+        if t is not None and t.device != q.device:
+            raise ValueError(
+                f"{name.removesuffix('_intervals')}: expected the device of q ({q.device}), got {t.device}"
+            )
+    # On the meta device every dtype and head dim is at home, and the tensors take no memory.
+    on_meta = (None if t is None else torch.empty((), dtype=t.dtype, device="meta").expand(t.shape) for t in tensors)
+    ops.supports(*on_meta, *options, False, False, False)
 
 
 def results(

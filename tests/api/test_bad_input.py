@@ -297,6 +297,44 @@ def test_backward_checks_what_forward_checks(device: str, bad: Row) -> None:
     assert_rejected(flashattn_ext.backward, backward_call(device), bad)
 
 
+# The rows whose changes are arguments of attention_weights.
+OF_OTHERS = {"v", "dropout_p", "rng_seed"}
+WEIGHTS = [r for r in SHARED + DENSE if not OF_OTHERS & {*r.change(dense_call("cpu")), *r.words}]
+WEIGHTS += [
+    row(TypeError, "q float8_e5m2", **{n: cast(n, torch.float8_e5m2) for n in "qk"}),
+    row(TypeError, "k float16", k=cast("k", torch.float16)),
+    row(ValueError, "bias 7 1", bias=new(1, 1, 1, 1)),
+    row(ValueError, "q 513 512", q=new(2, 5, 4, 513), k=new(2, 7, 2, 513)),
+    row(ValueError, "origin (0, 0, 1)", origin=(0, 0, 1)),
+]
+
+
+@pytest.mark.parametrize("bad", WEIGHTS, ids=names(WEIGHTS))
+def test_attention_weights_checks_what_forward_checks(device: str, bad: Row) -> None:
+    good = {name: t for name, t in dense_call(device).items() if name != "v"}
+    assert_rejected(lambda **given: flashattn_ext.attention_weights(rows=[0, 3], **given), good, bad)
+    given = {**good, **bad.change(good)}
+    with pytest.raises(bad.error) as of_weights:
+        flashattn_ext.attention_weights(rows=[0, 3], **given)
+    if isinstance(given["k"], torch.Tensor):  # the checks of shapes and values are those of one function
+        with pytest.raises(bad.error) as of_forward:
+            flashattn_ext.forward(v=given["k"], **given)
+        assert str(of_weights.value) == str(of_forward.value)
+
+
+@pytest.mark.parametrize("name", ["k", "sink", "alibi_slopes", "relative_bias", "bias", "mask"])
+def test_attention_weights_of_tensors_on_different_devices(device: str, name: str) -> None:
+    tensors = {
+        **{n: t for n, t in dense_call(device).items() if n != "v"},
+        "sink": torch.zeros(4, device=device), "alibi_slopes": torch.zeros(4, device=device),
+        "relative_bias": torch.zeros(4, 3, device=device), "bias": torch.zeros(1, 1, 1, 7, device=device),
+        "mask": Mask.chunked(2, 5, 7, device=device),
+    }  # fmt: skip
+    flashattn_ext.attention_weights(rows=[0], **tensors)
+    with pytest.raises(ValueError, match=rf"^{name}: .*{device}.*meta"):
+        flashattn_ext.attention_weights(rows=[0], **{**tensors, name: tensors[name].to("meta")})
+
+
 MASK = [
     row(ValueError, "B -1", B=-1),
     row(ValueError, "Sk -4", Sk=-4),
