@@ -94,6 +94,15 @@ void check_has_derivatives(const AttnCall& c) {
       "to bfloat16 for them");
 }
 
+void refuse_derivatives_of_fp8(const AttnCall& c) {
+  validate(c);
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      false,
+      "q: inputs of float8_e4m3fn have no derivatives (no backward, no forward mode), and a tensor of the call "
+      "requires "
+      "a gradient or has a tangent; call under torch.no_grad(), or convert q, k and v to bfloat16");
+}
+
 void check_head_dim(const char* name, const at::Tensor& t) {
   const c10::SymInt head_dim = t.sym_size(-1);
   TORCH_CHECK_VALUE(holds(head_dim.sym_ge(1)) && holds(head_dim.sym_le(kLargestHeadDim)), name,
