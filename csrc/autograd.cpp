@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "recorded_call.h"
+#include "validate.h"
 
 namespace flashattn_ext {
 
@@ -65,10 +66,7 @@ void forward(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* sta
   const BoxedCall call(op, keys, stack);
   const BoxedCall::Derivatives wanted = call.derivatives();
   if (wanted.none()) return call.run();
-  TORCH_CHECK_NOT_IMPLEMENTED(
-      call.tensor(0).scalar_type() != at::kFloat8_e4m3fn,
-      "q: inputs of float8_e4m3fn have no derivatives, and a tensor of the call requires a gradient or has a tangent; "
-      "call under torch.no_grad(), or convert q, k and v to bfloat16");
+  if (call.tensor(0).scalar_type() == at::kFloat8_e4m3fn) refuse_derivatives_of_fp8(Arguments(op, stack).call());
 
   // The Ascend kernels read no words.
   const bool keeps_words = !call.tensor(0).is_privateuseone();

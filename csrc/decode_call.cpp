@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "dtype_name.h"
 #include "mask_extremes.h"
 #include "validate.h"
 
@@ -52,8 +53,8 @@ void check_rank(const char* name, const at::Tensor& t, int64_t rank, const char*
 }
 
 void check_kind(const char* name, const at::Tensor& t, const DecodeCall& c) {
-  TORCH_CHECK_TYPE(t.scalar_type() == c.q.scalar_type(), name, ": expected the dtype of q (", c.q.scalar_type(),
-                   "), got ", t.scalar_type());
+  TORCH_CHECK_TYPE(t.scalar_type() == c.q.scalar_type(), name, ": expected the dtype of q (",
+                   dtype_name(c.q.scalar_type()), "), got ", dtype_name(t.scalar_type()));
   check_device(name, t, c.q);
 }
 
@@ -62,11 +63,12 @@ void check_kind_of_cache(const char* name, const at::Tensor& t, const DecodeCall
   const at::ScalarType dtype = c.q.scalar_type(), of_cache = t.scalar_type();
   if (dtype == at::kBFloat16) {
     TORCH_CHECK_TYPE(of_cache == at::kBFloat16 || of_cache == at::kFloat8_e4m3fn, name,
-                     ": expected the dtype of q (BFloat16) or float8_e4m3fn, got ", of_cache);
+                     ": expected the dtype of q (bfloat16) or float8_e4m3fn, got ", dtype_name(of_cache));
   } else {
     TORCH_CHECK_TYPE(of_cache != at::kFloat8_e4m3fn || dtype == at::kFloat8_e4m3fn, "q: expected dtype bfloat16 or ",
-                     "float8_e4m3fn with a cache of float8_e4m3fn, got ", dtype);
-    TORCH_CHECK_TYPE(of_cache == dtype, name, ": expected the dtype of q (", dtype, "), got ", of_cache);
+                     "float8_e4m3fn with a cache of float8_e4m3fn, got ", dtype_name(dtype));
+    TORCH_CHECK_TYPE(of_cache == dtype, name, ": expected the dtype of q (", dtype_name(dtype), "), got ",
+                     dtype_name(of_cache));
   }
   check_device(name, t, c.q);
 }
@@ -76,7 +78,7 @@ void check_kind_of_new_keys(const char* name, const at::Tensor& t, const DecodeC
   if (!c.is_fp8()) return check_kind(name, t, c);
   TORCH_CHECK_TYPE(t.scalar_type() == at::kBFloat16 || t.scalar_type() == at::kFloat8_e4m3fn, name,
                    ": expected dtype bfloat16, which is quantised, or float8_e4m3fn for a cache of float8_e4m3fn, got ",
-                   t.scalar_type());
+                   dtype_name(t.scalar_type()));
   check_device(name, t, c.q);
 }
 
@@ -88,7 +90,7 @@ void check_shape(const char* name, const at::Tensor& t, c10::SymIntArrayRef shap
 
 void check_integers(const char* name, const std::optional<at::Tensor>& t, const DecodeCall& c) {
   if (!t) return;
-  TORCH_CHECK_TYPE(t->scalar_type() == at::kInt, name, ": expected dtype int32, got ", t->scalar_type());
+  TORCH_CHECK_TYPE(t->scalar_type() == at::kInt, name, ": expected dtype int32, got ", dtype_name(t->scalar_type()));
   check_shape(name, *t, {c.batch()}, "[batch]");
   check_device(name, *t, c.q);
 }
@@ -110,7 +112,7 @@ void check_caches(const DecodeCall& c) {
                       ": expected a contiguous last dimension, got strides ", t->sym_strides());
   }
   TORCH_CHECK_TYPE(c.v.scalar_type() == c.k.scalar_type(), "v_cache: expected the dtype of k_cache (",
-                   c.k.scalar_type(), "), got ", c.v.scalar_type());
+                   dtype_name(c.k.scalar_type()), "), got ", dtype_name(c.v.scalar_type()));
   check_head_dim("q", c.q);
   const c10::SymInt heads_q = c.q.sym_size(c.head_axis()), heads_k = c.k.sym_size(2);
   check_shape("k_cache", c.k, {c.k.sym_size(0), c.k.sym_size(1), heads_k, c.q.sym_size(-1)}, "with the head_dim of q");
@@ -134,7 +136,8 @@ void check_places(const DecodeCall& c) {
                     "cache_batch_idx: expected None with a block_table, which has one row per sequence; give "
                     "block_table[cache_batch_idx] instead");
   const at::Tensor& table = *c.block_table;
-  TORCH_CHECK_TYPE(table.scalar_type() == at::kInt, "block_table: expected dtype int32, got ", table.scalar_type());
+  TORCH_CHECK_TYPE(table.scalar_type() == at::kInt, "block_table: expected dtype int32, got ",
+                   dtype_name(table.scalar_type()));
   TORCH_CHECK_VALUE(table.dim() == 2 && holds(table.sym_size(0).sym_eq(batch)), "block_table: expected shape [", batch,
                     ", pages of a sequence], got ", table.sym_sizes());
   check_device("block_table", table, c.q);
@@ -231,7 +234,7 @@ void check_new_keys(const DecodeCall& c) {
   check_kind_of_new_keys("k", *c.k_new, c);
   check_kind_of_new_keys("v", *c.v_new, c);
   TORCH_CHECK_TYPE(c.v_new->scalar_type() == c.k_new->scalar_type(), "v: expected the dtype of k (",
-                   c.k_new->scalar_type(), "), got ", c.v_new->scalar_type());
+                   dtype_name(c.k_new->scalar_type()), "), got ", dtype_name(c.v_new->scalar_type()));
   const c10::SymInt batch = c.batch(), heads = c.k.sym_size(2), count = c.new_keys();
   check_shape("k", *c.k_new, {batch, count, heads, c.k.sym_size(3)}, "[batch, new keys, heads, head_dim]");
   check_shape("v", *c.v_new, {batch, count, heads, c.v.sym_size(3)}, "[batch, new keys, heads, head_dim]");
@@ -267,7 +270,7 @@ void check_mask(const DecodeCall& c) {
   TORCH_CHECK_VALUE(!c.is_varlen(), "mask: expected None in a packed call with a block_table");
   const at::Tensor& intervals = *c.mask_intervals;
   TORCH_CHECK_TYPE(intervals.scalar_type() == at::kInt, "mask: expected intervals of dtype int32, got ",
-                   intervals.scalar_type());
+                   dtype_name(intervals.scalar_type()));
   check_device("mask", intervals, c.q);
   const c10::SymInt heads_q = c.q.sym_size(2), heads_k = c.k.sym_size(2);
   const auto is_one_of = [&](int64_t dim, const std::vector<c10::SymInt>& sizes) {

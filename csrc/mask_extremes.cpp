@@ -11,6 +11,7 @@
 
 #include <limits>
 
+#include "dtype_name.h"
 #include "mask.h"
 #include "op_device.h"
 
@@ -19,7 +20,7 @@ namespace {
 
 void check(const at::Tensor& intervals) {
   TORCH_CHECK_TYPE(intervals.scalar_type() == at::kInt, "intervals: expected dtype int32, got ",
-                   intervals.scalar_type());
+                   dtype_name(intervals.scalar_type()));
   TORCH_CHECK_VALUE(intervals.dim() >= 2 && intervals.sym_size(-1).sym_eq(2).expect_true(__FILE__, __LINE__),
                     "intervals: expected shape [.., seqlen_k, 2], got ", intervals.sym_sizes());
 }

@@ -9,6 +9,7 @@
 #include "cpu/isa.h"
 #include "cpu/tile_size.h"
 #include "eager_op.h"
+#include "layout_warning.h"
 #include "options.h"
 #if defined(FLASHATTN_EXT_CUDA)
 #include <c10/cuda/CUDAException.h>
@@ -110,6 +111,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         "The current stream of a CUDA device, and the id of its graph capture or 0.");
   m.def("eager_op", &eager_op, pybind11::arg("name"),
         "The overload `call` of an op as a function of plain arguments; it returns None if torch's parser is needed.");
+  m.def(
+      "set_layout_warning", [](pybind11::object function) { set_layout_warning(function.release().ptr()); },
+      pybind11::arg("function"),
+      "Sets the function of two sizes, rows and keys, that warns of tensors in another layout than the call "
+      "says.");
   m.attr("DEVICE_OF_WIDE_CENTRES") = std::string(kDeviceOfWideCentres);
   m.def("options", &described_options,
         "The arguments of the attention ops besides q, k and v, in their order: options.def.");

@@ -4,6 +4,7 @@
 // `forward`, `backward` and `dropout_mask` are pure: the dropout mask is a function of their argument rng_state. Python
 // calls their overloads `call`, which draw rng_state with a torch operator, so that compilers, checkpointing and CUDA
 // graphs see the randomness, and which turn floats that torch.compile keeps symbolic into tensors.
+#include <ATen/TensorSubclassLikeUtils.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/randint.h>
@@ -17,6 +18,7 @@
 
 #include "call_params.h"
 #include "dropout.h"
+#include "layout_warning.h"
 #include "mask_extremes.h"
 #include "op_device.h"
 #include "score.h"
@@ -216,6 +218,34 @@ bool may_drop_weights(const c10::OperatorHandle& op, const Stack& stack) {
   return dropout_p.is_symbolic() || dropout_p.expect_float() > 0;
 }
 
+// Throws for a call that would not run, before anything of it does. Tensors that torch traces or transforms are checked
+// as far as their shapes tell.
+void check_runs(const AttnCall& c, bool returns_max_logits) {
+  validate(c);
+  if (at::isTensorSubclassLike(c.q)) return;
+  AttnParams p;
+  if (returns_max_logits)
+    p.row_maxima.data = const_cast<void*>(c.q.const_data_ptr());  // only whether there are any counts
+  backend_of(c, Device(c.q), /*backward=*/false, &p);
+}
+
+// Whether a call looks like one of tensors [B, H, S, D] whose layout was not given: read as [B, S, H, D], fewer KV
+// heads than query heads are fewer keys than queries, and causal masking leaves the first rows without keys. An option
+// that has the sizes of rows, keys or heads in it, or that places the rows otherwise, confirms the layout.
+bool looks_like_heads_first(const c10::IValue* arguments) {
+  if (!arguments[place_of("causal")].toBool() || arguments[place_of("bhsd")].toBool()) return false;
+  for (const int place : {place_of("cu_seqlens_q"), place_of("sink"), place_of("alibi_slopes"),
+                          place_of("relative_bias"), place_of("bias"), place_of("mask_intervals"), place_of("origin")})
+    if (!arguments[place].isNone()) return false;
+  for (const int place : {place_of("window_left"), place_of("window_right")})
+    if (!arguments[place].isInt() || arguments[place].toInt() >= 0) return false;
+  const at::Tensor &q = arguments[0].toTensor(), &k = arguments[1].toTensor();
+  for (const at::Tensor* t : {&q, &k})
+    if (t->unsafeGetTensorImpl()->has_symbolic_sizes_strides() || t->dim() != 4) return false;
+  const int64_t rows = q.size(1), keys = k.size(1);
+  return rows > keys && keys > 0 && rows % keys == 0 && q.size(2) == k.size(2);
+}
+
 // The arguments are call_schema(), the seed and returns_max_logits. Only autograd keeps lse_words and the centres of
 // rows (autograd.cpp).
 void forward_call(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
@@ -224,7 +254,10 @@ void forward_call(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack
   check_device_is_known(q);
   const bool drops = may_drop_weights(op, *stack);
   c10::IValue& seed = *(stack->end() - 2);
-  if (drops && seed.isNone()) validate(Arguments(op, stack).call());  // an invalid call must not advance the generator
+  const c10::IValue* const arguments = &*(stack->end() - static_cast<std::ptrdiff_t>(op.schema().arguments().size()));
+  if (looks_like_heads_first(arguments)) warn_of_layout(q.size(1), arguments[1].toTensor().size(1));
+  // A call that does not run must not advance the generator.
+  if (drops && seed.isNone()) check_runs(Arguments(op, stack).call(), stack->back().toBool());
   const at::Tensor rng_state = drops ? new_rng_state(q, seed.toOptional<c10::SymInt>()) : at::Tensor();
   seed = drops ? c10::IValue(rng_state) : c10::IValue();
   push_scalars(op, stack);

@@ -9,14 +9,14 @@
 namespace flashattn_ext {
 namespace {
 
-// Throws what the call would throw.
+// Throws what the call would throw, in the order in which it would: the forward, its tangents, the backward.
 void supports(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   Arguments arguments(op, stack);
   AttnCall c = arguments.call();
-  const bool needs_gradients = arguments.flag(), keeps_centres = arguments.flag(),
+  const bool needs_gradients = arguments.flag(), needs_tangents = arguments.flag(), keeps_centres = arguments.flag(),
              returns_max_logits = arguments.flag();
   validate(c);
-  if (needs_gradients) check_has_derivatives(c);
+  if (c.is_fp8() && (needs_gradients || needs_tangents)) refuse_derivatives_of_fp8(c);
   if (c.q.is_meta()) return arguments.finish(std::string(), std::string());
 
   const Device device(c.q);
@@ -27,12 +27,17 @@ void supports(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   AttnParams p;
   const at::Tensor row_maxima = new_row_maxima(c, returns_max_logits, &p);
   set_options(c, &p);
-  const auto refusal_of = [&p](bool backward) {
-    return [&p, backward](const Backend& backend) { return backend.supports(p, backward); };
-  };
-  if (needs_gradients) backend_supporting(device, c.q, &p, refusal_of(true));
-  const Backend& backend = backend_supporting(device, c.q, &p, refusal_of(false));
+  const Backend& backend =
+      backend_supporting(device, c.q, &p, [&p](const Backend& it) { return it.supports(p, /*backward=*/false); });
   check_formats(backend, {{"q", &c.q}, {"k", &c.k}, {"v", &c.v}});
+  AttnParams of_derivatives = p;
+  of_derivatives.row_maxima = {};
+  if (needs_tangents)
+    backend_supporting(device, c.q, &of_derivatives,
+                       [&](const Backend& it) { return refuses_derivatives(it, of_derivatives); });
+  if (needs_gradients)
+    backend_supporting(device, c.q, &of_derivatives,
+                       [&](const Backend& it) { return it.supports(of_derivatives, /*backward=*/true); });
   if (keeps_centres && writes_centres(c, backend))
     p.centres.data = c.q.data_ptr();  // only whether there are any counts
   arguments.finish(std::string(backend.name), why_slow(backend, p));
@@ -41,9 +46,11 @@ void supports(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(flashattn_ext, m) {
-  // needs_gradients: whether the backward of the call must run too. slow: slow_call.h; both are empty for meta tensors.
+  // needs_gradients, needs_tangents: whether the backward of the call, or its forward mode, must run too. slow:
+  // slow_call.h; both are empty for meta tensors.
   m.def(("supports(" + call_schema() +
-         ", bool needs_gradients, bool keeps_centres, bool returns_max_logits) -> (str backend, str slow)")
+         ", bool needs_gradients, bool needs_tangents, bool keeps_centres, bool returns_max_logits) -> (str backend, "
+         "str slow)")
             .c_str());
 }
 

@@ -2,5 +2,6 @@
 #include "autograd.cpp"
 #include "derivative_autograd.cpp"
 #include "eager_op.cpp"
+#include "layout_warning.cpp"
 #include "module.cpp"
 #include "recorded_call.cpp"

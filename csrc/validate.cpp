@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "dtype_name.h"
 #include "mask_extremes.h"
 
 namespace flashattn_ext {
@@ -34,11 +35,12 @@ void check_device(const char* name, const at::Tensor& t, const at::Tensor& q) {
 void check_dtype_of_q(const AttnCall& c) {
   const at::ScalarType dtype = c.q.scalar_type();
   TORCH_CHECK_TYPE(dtype != at::kFloat8_e5m2 && dtype != at::kFloat8_e5m2fnuz && dtype != at::kFloat8_e4m3fnuz,
-                   "q: expected dtype float8_e4m3fn where inputs are fp8, got ", dtype,
+                   "q: expected dtype float8_e4m3fn where inputs are fp8, got ", dtype_name(dtype),
                    "; flashattn_ext.quantize_fp8 makes float8_e4m3fn from the values");
   TORCH_CHECK_TYPE(dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kFloat || dtype == at::kDouble ||
                        dtype == at::kFloat8_e4m3fn,
-                   "q: expected dtype float16, bfloat16, float32, float8_e4m3fn or (CPU only) float64, got ", dtype);
+                   "q: expected dtype float16, bfloat16, float32, float8_e4m3fn or (CPU only) float64, got ",
+                   dtype_name(dtype));
   // On an NPU the backend itself refuses float64.
   TORCH_CHECK_TYPE(dtype != at::kDouble || c.q.is_cpu() || c.q.is_meta() || c.q.is_privateuseone(),
                    "q: float64 is supported on the CPU only, got a tensor on ", c.q.device(), "; use float32 there");
@@ -51,9 +53,9 @@ void check_descale(const char* name, const std::optional<at::Tensor>& given, con
                    const c10::SymInt& heads_k) {
   if (!given) return;
   const at::Tensor& t = *given;
-  TORCH_CHECK_VALUE(c.is_fp8(), name, ": expected None for keys and values of dtype ", c.k.scalar_type(),
+  TORCH_CHECK_VALUE(c.is_fp8(), name, ": expected None for keys and values of dtype ", dtype_name(c.k.scalar_type()),
                     ", because only float8_e4m3fn has descales; give it together with float8_e4m3fn inputs");
-  TORCH_CHECK_TYPE(t.scalar_type() == at::kFloat, name, ": expected dtype Float, got ", t.scalar_type());
+  TORCH_CHECK_TYPE(t.scalar_type() == at::kFloat, name, ": expected dtype float32, got ", dtype_name(t.scalar_type()));
   const auto fits = [&t](int64_t dim, const c10::SymInt& size) {
     return holds(t.sym_size(dim).sym_eq(1).sym_or(t.sym_size(dim).sym_eq(size)));
   };
@@ -69,12 +71,12 @@ void check_fp8(const AttnCall& c, const c10::SymInt& heads_k) {
   check_descale("descale_k", c.descale_k, c, heads_k);
   check_descale("descale_v", c.descale_v, c, heads_k);
   TORCH_CHECK_VALUE(!c.descale_q || c.q.scalar_type() == at::kFloat8_e4m3fn, "descale_q: expected None for q of dtype ",
-                    c.q.scalar_type(), ", because only float8_e4m3fn has descales");
+                    dtype_name(c.q.scalar_type()), ", because only float8_e4m3fn has descales");
   if (c.out_dtype) {
-    TORCH_CHECK_VALUE(c.is_fp8(), "out_dtype: expected None for keys and values of dtype ", c.k.scalar_type(),
-                      ", because out has the dtype of q there; convert out instead");
+    TORCH_CHECK_VALUE(c.is_fp8(), "out_dtype: expected None for keys and values of dtype ",
+                      dtype_name(c.k.scalar_type()), ", because out has the dtype of q there; convert out instead");
     TORCH_CHECK_TYPE(*c.out_dtype == at::kBFloat16 || *c.out_dtype == at::kHalf || *c.out_dtype == at::kFloat,
-                     "out_dtype: expected bfloat16, float16 or float32, got ", *c.out_dtype);
+                     "out_dtype: expected bfloat16, float16 or float32, got ", dtype_name(*c.out_dtype));
   }
   if (!c.is_fp8()) return;
   constexpr char kInstead[] = " is not implemented for float8_e4m3fn inputs; convert q, k and v to bfloat16";
@@ -92,6 +94,15 @@ void check_has_derivatives(const AttnCall& c) {
       "to bfloat16 for them");
 }
 
+void refuse_derivatives_of_fp8(const AttnCall& c) {
+  validate(c);
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      false,
+      "q: inputs of float8_e4m3fn have no derivatives (no backward, no forward mode), and a tensor of the call "
+      "requires "
+      "a gradient or has a tangent; call under torch.no_grad(), or convert q, k and v to bfloat16");
+}
+
 void check_head_dim(const char* name, const at::Tensor& t) {
   const c10::SymInt head_dim = t.sym_size(-1);
   TORCH_CHECK_VALUE(holds(head_dim.sym_ge(1)) && holds(head_dim.sym_le(kLargestHeadDim)), name,
@@ -107,8 +118,8 @@ void check_tensor_kinds(const AttnCall& c) {
   for (const auto& [name, t] : NamedTensors{{"q", &c.q}, {"k", &c.k}, {"v", &c.v}}) {
     TORCH_CHECK_VALUE(t->dim() == rank, name, ": expected ", rank, " dimensions ", layout_of(c), ", got shape ",
                       t->sym_sizes());
-    TORCH_CHECK_TYPE(t->scalar_type() == dtype, name, ": expected the dtype of q (", dtype, "), got ",
-                     t->scalar_type());
+    TORCH_CHECK_TYPE(t->scalar_type() == dtype, name, ": expected the dtype of q (", dtype_name(dtype), "), got ",
+                     dtype_name(t->scalar_type()));
     check_device(name, *t, c.q);
   }
 }
@@ -163,7 +174,7 @@ void check_sink(const AttnCall& c) {
                     "sink: cannot be combined with smooth_softmax=True, which is a sink of 0; give one of them");
   const at::Tensor& sink = *c.sink;
   TORCH_CHECK_TYPE(at::isFloatingType(sink.scalar_type()), "sink: expected a floating point dtype, got ",
-                   sink.scalar_type());
+                   dtype_name(sink.scalar_type()));
   const c10::SymInt heads_q = c.q.sym_size(c.head_axis());
   TORCH_CHECK_VALUE(sink.dim() == 1 && holds(sink.sym_size(0).sym_eq(heads_q)), "sink: expected shape [", heads_q,
                     "], one logit per query head, got ", sink.sym_sizes());
@@ -178,8 +189,8 @@ void check_alibi_slopes(const AttnCall& c) {
   const at::Tensor& slopes = *c.alibi_slopes;
   const c10::SymInt heads_q = c.q.sym_size(c.head_axis()), batch = c.batch();
   TORCH_CHECK_TYPE(slopes.scalar_type() == at::kFloat || slopes.scalar_type() == c.statistics_dtype(),
-                   "alibi_slopes: expected dtype Float", c.q.scalar_type() == at::kDouble ? " or Double" : "", ", got ",
-                   slopes.scalar_type());
+                   "alibi_slopes: expected dtype float32", c.q.scalar_type() == at::kDouble ? " or float64" : "",
+                   ", got ", dtype_name(slopes.scalar_type()));
   const bool of_batch = slopes.dim() == 2 && holds(slopes.sym_size(0).sym_eq(batch));
   TORCH_CHECK_VALUE((slopes.dim() == 1 || of_batch) && holds(slopes.sym_size(-1).sym_eq(heads_q)),
                     "alibi_slopes: expected shape [", heads_q, "] or [", batch, ", ", heads_q,
@@ -191,7 +202,7 @@ void check_relative_bias(const AttnCall& c) {
   const at::Tensor& relative = *c.relative_bias;
   const c10::SymInt heads_q = c.q.sym_size(c.head_axis());
   TORCH_CHECK_TYPE(at::isFloatingType(relative.scalar_type()), "relative_bias: expected a floating point dtype, got ",
-                   relative.scalar_type());
+                   dtype_name(relative.scalar_type()));
   TORCH_CHECK_VALUE(relative.dim() == 2 && holds(relative.sym_size(0).sym_eq(heads_q)),
                     "relative_bias: expected shape [", heads_q, ", 2 L + 1], a row per query head, got ",
                     relative.sym_sizes());
@@ -207,7 +218,8 @@ void check_bias(const AttnCall& c) {
   TORCH_CHECK_VALUE(!c.is_varlen(), "bias: expected None in a packed call, got shape ", bias.sym_sizes(),
                     "; use alibi_slopes, relative_bias or mask there, or padded sequences in forward()");
   TORCH_CHECK_TYPE(bias.scalar_type() == at::kFloat || bias.scalar_type() == c.q.scalar_type(),
-                   "bias: expected dtype Float or the dtype of q (", c.q.scalar_type(), "), got ", bias.scalar_type());
+                   "bias: expected dtype float32 or the dtype of q (", dtype_name(c.q.scalar_type()), "), got ",
+                   dtype_name(bias.scalar_type()));
   const c10::SymInt batch = c.batch(), heads_q = c.q.sym_size(c.head_axis()), rows = c.q.sym_size(c.row_dim()),
                     keys = c.k.sym_size(c.row_dim());
   TORCH_CHECK_VALUE(bias.dim() == 4 && is_either(bias.sym_size(0), batch, 1) &&
@@ -221,7 +233,7 @@ void check_bias(const AttnCall& c) {
 void check_mask(const AttnCall& c) {
   const at::Tensor &intervals = *c.mask_intervals, &extremes = *c.mask_extremes;
   TORCH_CHECK_TYPE(intervals.scalar_type() == at::kInt, "mask: expected intervals of dtype int32, got ",
-                   intervals.scalar_type());
+                   dtype_name(intervals.scalar_type()));
   check_device("mask", intervals, c.q);
   const c10::SymInt heads_q = c.q.sym_size(c.head_axis()), heads_k = c.k.sym_size(c.head_axis()),
                     keys = c.k.sym_size(c.row_dim());
@@ -244,8 +256,8 @@ void check_mask(const AttnCall& c) {
   for (int64_t dim = 0; same && dim < extremes.dim(); ++dim) same = holds(extremes.sym_size(dim).sym_eq(shape[dim]));
   TORCH_CHECK_VALUE(same,
                     "mask_extremes: expected the result of flashattn_ext::mask_extremes for mask_intervals, int32 ",
-                    c10::SymIntArrayRef(shape), " on ", intervals.device(), ", got ", extremes.scalar_type(), " ",
-                    extremes.sym_sizes(), " on ", extremes.device());
+                    c10::SymIntArrayRef(shape), " on ", intervals.device(), ", got ",
+                    dtype_name(extremes.scalar_type()), " ", extremes.sym_sizes(), " on ", extremes.device());
 }
 
 }  // namespace
@@ -261,7 +273,7 @@ void check_tensors(const AttnCall& c) {
 
 void check_cu_seqlens(const char* name, const at::Tensor& cu, const AttnCall& c, const char* tensor,
                       const at::Tensor* packed, const c10::SymInt& longest) {
-  TORCH_CHECK_TYPE(cu.scalar_type() == at::kInt, name, ": expected dtype int32, got ", cu.scalar_type());
+  TORCH_CHECK_TYPE(cu.scalar_type() == at::kInt, name, ": expected dtype int32, got ", dtype_name(cu.scalar_type()));
   TORCH_CHECK_VALUE(cu.dim() == 1 && holds(cu.sym_size(0).sym_ge(1)), name, ": expected shape [batch + 1], got ",
                     cu.sym_sizes());
   check_device(name, cu, c.q);
@@ -305,7 +317,7 @@ void validate_rng_state(const std::optional<at::Tensor>& given, const c10::SymFl
   }
   const at::Tensor& rng_state = *given;
   TORCH_CHECK_TYPE(rng_state.scalar_type() == at::kLong, "rng_state: expected dtype int64, got ",
-                   rng_state.scalar_type());
+                   dtype_name(rng_state.scalar_type()));
   TORCH_CHECK_VALUE(rng_state.device() == device_of.device(), "rng_state: expected the device of q (",
                     device_of.device(), "), got ", rng_state.device());
   if (!drops) return;
@@ -339,7 +351,8 @@ void check_shape_and_dtype(const char* name, const at::Tensor& t, c10::SymIntArr
   bool same = t.dim() == static_cast<int64_t>(shape.size());
   for (int64_t dim = 0; same && dim < t.dim(); ++dim) same = holds(t.sym_size(dim).sym_eq(shape[dim]));
   TORCH_CHECK_VALUE(same, name, ": expected shape ", shape, ", got ", t.sym_sizes());
-  TORCH_CHECK_TYPE(t.scalar_type() == dtype, name, ": expected dtype ", dtype, ", got ", t.scalar_type());
+  TORCH_CHECK_TYPE(t.scalar_type() == dtype, name, ": expected dtype ", dtype_name(dtype), ", got ",
+                   dtype_name(t.scalar_type()));
   check_device(name, t, c.q);
 }
 

@@ -27,10 +27,12 @@ else:
     _import_error = None
     from . import calls as _calls
     from . import flops as _flops  # noqa: F401 - registers the ops with torch's FLOP counter
+    from . import layout as _layout  # noqa: F401 - gives the ops the warning for tensors in another layout
     from . import vmap as _vmap  # noqa: F401 - registers the ops with torch.vmap
     from ._build import build_info
     from .api import backward, dropout_mask, forward, use_backend, varlen_forward
     from .autograd import FlashAttentionFunction
+    from .cache_reference import kvcache_reference
     from .compat import (
         flash_attention_npu,
         flash_attn_func,
@@ -44,7 +46,7 @@ else:
     from .fp8 import quantize_fp8
     from .mask import Mask
     from .module import FlashAttention
-    from .reference import attention_reference, attention_weights, kvcache_reference
+    from .reference import attention_reference, attention_weights
     from .relative_bias import t5_relative_bias
     from .support import supports
 

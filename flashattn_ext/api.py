@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 import torch
 from torch import Tensor
 
-from . import _C, _build, arguments, jagged, ops, placed
+from . import _C, _build, arguments, jagged, names, ops, placed
 from .calls import DENSE, autocast, converter, lengths_of, results
 from .mask import Mask
 from .options import CallOptions, CallTensors, Fp8Options, biases, differentiable
@@ -21,12 +21,15 @@ if TYPE_CHECKING:
 
 
 def _forward(
-    tensors: CallTensors, options: CallOptions, rng_seed: Any, return_max_logits: Any
+    tensors: CallTensors, options: CallOptions, rng_seed: Any, return_lse: Any, return_max_logits: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(out, lse, max_logits); max_logits is empty unless requested."""
+    """(out, lse, max_logits); max_logits is empty unless requested. All arguments are checked before a seed is drawn."""
     if rng_seed is not None:
         rng_seed = arguments.seed(rng_seed)
-    return_max_logits = arguments.flag("return_max_logits", return_max_logits)
+    if return_lse is not False and return_lse is not True:
+        arguments.flag("return_lse", return_lse)
+    if return_max_logits is not False and return_max_logits is not True:
+        return_max_logits = arguments.flag("return_max_logits", return_max_logits)
     tensors = autocast(tensors)
     if options.origin is not None and placed.is_off(tensors, options):
         return placed.forward(tensors, options, rng_seed, return_max_logits)
@@ -34,7 +37,10 @@ def _forward(
     return out, lse, max_logits
 
 
-_call_of_forward, _call_of_varlen_forward, _call_of_backward = map(converter, ("forward", "varlen_forward", "backward"))
+_call_of_forward = converter("forward")
+_call_of_varlen_forward, _call_of_backward = (
+    converter(name, takes_unknown=True) for name in ("varlen_forward", "backward")
+)
 
 
 @overload
@@ -67,11 +73,12 @@ def forward(
     return_lse: bool = ..., return_max_logits: bool = ...,
     **options: Unpack[AttentionOptions],
 ) -> Tensor | tuple[Tensor, ...]: ...  # fmt: skip
+@names.shown
 def forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    *,
+    *more: Any,
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
     softmax_scale: float | None = None,
@@ -94,6 +101,7 @@ def forward(
     out_dtype: torch.dtype | None = None,
     return_lse: bool = False,
     return_max_logits: bool = False,
+    **unknown: Any,
 ) -> Tensor | tuple[Tensor, ...]:
     """Exact attention with memory linear in the sequence length; differentiable, on the CPU and CUDA also twice and in forward mode.
 
@@ -162,6 +170,8 @@ def forward(
     Source: FlashAttention-2 (Dao 2023, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning",
     algorithms 1 and 2).
     """
+    if more or unknown:
+        raise names.not_an_argument("forward", unknown, more)
     is_nested, like = getattr(q, "is_nested", False), q
     lengths: tuple[Any, ...] = DENSE
     if is_nested:
@@ -172,7 +182,7 @@ def forward(
         smooth_softmax=smooth_softmax, sink=sink, deterministic=deterministic, invariant=invariant, origin=origin, descale_q=descale_q,
         descale_k=descale_k, descale_v=descale_v, out_dtype=out_dtype,
     )  # fmt: skip
-    out, lse, max_logits = _forward(tensors, numbers, rng_seed, return_max_logits)
+    out, lse, max_logits = _forward(tensors, numbers, rng_seed, return_lse, return_max_logits)
     if is_nested:
         out = jagged.nested(out, like, layout)
     return results(out, lse, max_logits, return_lse, return_max_logits)
@@ -195,10 +205,12 @@ _DIFFERENTIABLE = {name: parameter for name, parameter in _SHARED.items() if nam
 def show_shared_options(function: Callable[..., Any], options: dict[str, inspect.Parameter]) -> None:
     """Makes help() and inspect.signature() show these options of forward in place of **options."""
     signature = inspect.signature(function)
-    own = [parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
+    hidden = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    own = [parameter for parameter in signature.parameters.values() if parameter.kind not in hidden]
     positional = [parameter for parameter in own if parameter.kind is not parameter.KEYWORD_ONLY]
     shared = [*positional, *options.values(), *(parameter for parameter in own if parameter not in positional)]
     function.__signature__ = signature.replace(parameters=shared)  # type: ignore[attr-defined]
+    names.shown(function)
 
 
 @overload
@@ -239,7 +251,7 @@ def varlen_forward(
     cu_seqlens_k: Tensor,
     max_seqlen_q: int,
     max_seqlen_k: int,
-    *,
+    *more: Any,
     rng_seed: int | None = None,
     return_lse: bool = False,
     return_max_logits: bool = False,
@@ -271,10 +283,13 @@ def varlen_forward(
 
     Source: as for forward().
     """
+    if more:
+        raise names.not_an_argument("varlen_forward", {}, more)
     arguments.tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     lengths = lengths_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     tensors, numbers = _call_of_varlen_forward(q, k, v, lengths, "bshd", **options)
-    return results(*_forward(tensors, numbers, rng_seed, return_max_logits), return_lse, return_max_logits)
+    out, lse, max_logits = _forward(tensors, numbers, rng_seed, return_lse, return_max_logits)
+    return results(out, lse, max_logits, return_lse, return_max_logits)
 
 
 show_shared_options(varlen_forward, _SHARED)
@@ -299,7 +314,7 @@ def backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    *,
+    *more: Any,
     dlse: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
@@ -337,6 +352,8 @@ def backward(
 
     Source: FlashAttention-2 (Dao 2023), algorithm 2.
     """
+    if more:
+        raise names.not_an_argument("backward", {}, more)
     arguments.tensors(out=out, lse=lse)
     arguments.optional_tensors(dout=dout, dlse=dlse, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     lengths = lengths_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
@@ -361,6 +378,7 @@ def backward(
 show_shared_options(backward, _DIFFERENTIABLE)
 
 
+@names.shown
 def dropout_mask(
     B: int,
     H: int,
@@ -370,6 +388,7 @@ def dropout_mask(
     rng_seed: int,
     device: torch.device | str = "cpu",
     origin: tuple[int, ...] | None = None,
+    **unknown: NoReturn,
 ) -> Tensor:
     """The dropout mask that forward() applies, as a matrix: for tests and for comparisons with other implementations.
 
@@ -393,6 +412,8 @@ def dropout_mask(
 
     Source: Philox4x32-7 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"); docs/dropout.md has the mapping.
     """
+    if unknown:
+        raise names.not_an_argument("dropout_mask", unknown)
     seed = arguments.integer("rng_seed", rng_seed)
     sizes = [arguments.integer(name, size) for name, size in (("B", B), ("H", H), ("Sq", Sq), ("Sk", Sk))]
     p, state = arguments.number("dropout_p", dropout_p), ops.rng_state(torch.empty(0, device=device), seed)

@@ -17,6 +17,8 @@ LAYOUTS = ("bshd", "bhsd")
 # A softcap of at least this size is off, because c * tanh(s / c) equals s in every dtype. See kUncapped in csrc/score.h.
 UNCAPPED = 2.0**60
 _LEAST, _MOST = -(1 << 63), (1 << 63) - 1  # range of a 64-bit integer
+_UNBOUNDED = -1  # of a window; Python has one object for it
+is_compiling = torch.compiler.is_compiling
 
 
 def tensors(**given: Any) -> None:
@@ -30,7 +32,10 @@ def optional_tensors(**given: Any) -> None:
 
 
 def integer(name: str, value: Any) -> int:
-    """Any value with __index__ except a bool: Python's and numpy's integers, integer tensors of one element."""
+    """Any value with __index__ except a bool: Python's and numpy's integers, integer tensors of one element.
+
+    Inside torch.compile the range is left to the compiler: a comparison would need the value of a number from .item().
+    """
     if type(value) is not int and not isinstance(value, torch.SymInt):
         if isinstance(value, bool) or (isinstance(value, Tensor) and value.dtype == torch.bool):
             raise TypeError(f"{name}: expected an int, got a bool")
@@ -38,7 +43,7 @@ def integer(name: str, value: Any) -> int:
             value = operator.index(value)
         except TypeError:
             raise TypeError(f"{name}: expected an int, got {described(value)}") from None
-    if not _LEAST <= value <= _MOST:
+    if not (is_compiling() or _LEAST <= value <= _MOST):
         raise ValueError(f"{name}: expected a 64-bit signed integer, got {value}")
     checked: int = value  # or symbolic
     return checked
@@ -95,7 +100,13 @@ def window(value: Any) -> tuple[int, int]:
     if len(sides) != 2:
         raise ValueError(f"window_size: expected a pair (left, right) with -1 for unbounded, got {value!r}")
     left, right = sides
-    if type(left) is int and type(right) is int and _LEAST <= left <= _MOST and _LEAST <= right <= _MOST:
+    if left is _UNBOUNDED and right is _UNBOUNDED:  # the default
+        return left, right
+    if (
+        type(left) is int
+        and type(right) is int
+        and (is_compiling() or (_LEAST <= left <= _MOST and _LEAST <= right <= _MOST))
+    ):
         return left, right
     return integer("window_size", left), integer("window_size", right)
 
@@ -103,10 +114,9 @@ def window(value: Any) -> tuple[int, int]:
 def flash_attn_window(value: Any) -> tuple[int, int]:
     """window() with every negative side as -1, because flash-attn takes any negative number as unbounded."""
     left, right = window(value)
-    # max() also takes symbols, and costs a tenth of a microsecond each time.
-    if type(left) is int and type(right) is int:
-        return left if left > -1 else -1, right if right > -1 else -1
-    return max(left, -1), max(right, -1)
+    if is_compiling():  # a comparison would need the value of a number from .item()
+        return torch.sym_max(left, -1), torch.sym_max(right, -1)
+    return left if left > -1 else -1, right if right > -1 else -1
 
 
 def seed(value: Any) -> int | None:

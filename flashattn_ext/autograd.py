@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import ops
+from . import kept, ops
 from .options import BIASES, DIFFERENTIABLE, CallOptions, CallTensors, differentiable, keeps_centres
 
 
@@ -70,6 +70,10 @@ class FlashAttentionFunction(torch.autograd.Function):
         tensors = CallTensors(
             q, k, v, cu_seqlens_q, cu_seqlens_k, sink, alibi_slopes, relative_bias, bias, mask_intervals, mask_extremes
         )
+        if rng_seed is None and not torch.compiler.is_compiling() and options.dropout_p > 0 and kept.has_values(q):
+            ops.supports(
+                *tensors, *options, False, False, False, return_max_logits
+            )  # a call that is refused draws no seed
         rng_state = ops.dropout_state(q, options.dropout_p, rng_seed)
         # Under torch.func, forward cannot know whether the gradients of slopes and relative biases are needed.
         keeps = keeps_centres(tensors, lambda _: True)

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import arguments
+from . import arguments, names, ops  # noqa: F401 - the functions that converter() makes raise errors of names
 from .mask import checked_mask
-from .options import OPTIONS, CallOptions, CallTensors, Option  # noqa: F401 - _OF_A_CALL makes CallOptions
+from .options import OPTIONS, CallOptions, CallTensors, Option
 
 # Converts the tensors of a call with at least one DTensor: all to DTensors. The package sets it (__init__.py), because this module
 # imports no integration.
@@ -29,11 +29,11 @@ _EXPRESSIONS = {
     "mask_extremes": "extremes",
     "max_seqlen_q": "max_seqlen_q",
     "max_seqlen_k": "max_seqlen_k",
-    "bhsd": "arguments.is_bhsd(layout)",
+    "bhsd": "(False if layout == 'bshd' else arguments.is_bhsd(layout))",
     "softmax_scale": "arguments.scale(softmax_scale, q)",
     "window_left": "left",
     "window_right": "right",
-    "deterministic": "arguments.flag('deterministic', deterministic) or torch.are_deterministic_algorithms_enabled()",
+    "deterministic": "{flag} or torch.are_deterministic_algorithms_enabled()",
     "origin": "None if origin is None else arguments.origin(origin)",
 }
 DENSE = (None, None, 0, 0)  # the cu_seqlens and max_seqlens of a call that is not packed
@@ -47,7 +47,7 @@ _CONVERSIONS = {
 _TEMPLATE = """
 def {function}(
     {leading}, lengths, layout, /, *, mask=None, window_size=(-1, -1), softmax_scale=None, {parameters}
-):
+):{refusal}
     cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = lengths
     if not ({no_tensors}):
         arguments.optional_tensors({named_tensors})
@@ -67,19 +67,24 @@ def converter(
     leading: str = "q, k, v",
     result: str = _OF_A_CALL,
     window: str = "window",
+    takes_unknown: bool = False,
 ) -> Callable[..., Any]:
     """Makes the converter of a public function: it checks the keyword arguments and returns (CallTensors, CallOptions).
 
-    The converter takes q, k, v, lengths and layout by position; lengths are those of lengths_of(), or DENSE. Its errors for unknown
-    keywords name `function`. It is compiled from text, as in namedtuple: a loop over the options would take a fifth of the host time
-    of a small call. Other ops give their `options`, the names of the tensors that they take first, the `result`, and the function of
-    arguments.py that reads `window_size`.
+    The converter takes q, k, v, lengths and layout by position; lengths are those of lengths_of(), or DENSE. It is compiled from text,
+    as in namedtuple: a loop over the options would take a fifth of the host time of a small call. Other ops give their `options`, the
+    names of the tensors that they take first, the `result`, and the function of arguments.py that reads `window_size`. takes_unknown:
+    the public function passes all of its keyword arguments on; the converter refuses those that it does not know (names.py).
     """
     own = [option for option in options if option.name not in _EXPRESSIONS]
     parameters = ["deterministic=False", "origin=None"] if options is OPTIONS else []
+    unknown = ["**unknown"] if takes_unknown else []
+    expressions = _EXPRESSIONS | {
+        "deterministic": _EXPRESSIONS["deterministic"].format(flag=_CONVERSIONS["bool"].format(name="deterministic"))
+    }
     tensors = [option.name for option in own if option.type == "Tensor?"]
     values = {
-        option.name: _EXPRESSIONS.get(option.name)
+        option.name: expressions.get(option.name)
         or (option.name if option.name in tensors else _CONVERSIONS[option.type].format(name=option.name))
         for option in options
     }
@@ -87,7 +92,10 @@ def converter(
         function=function,
         leading=leading,
         window=window,
-        parameters=", ".join([*parameters, *(f"{option.name}={option.default!r}" for option in own)]),
+        parameters=", ".join([*parameters, *(f"{option.name}={option.default!r}" for option in own), *unknown]),
+        refusal=f"\n    if unknown:\n        raise names.not_an_argument({function!r}, unknown)"
+        if takes_unknown
+        else "",
         no_tensors=" and ".join(f"{name} is None" for name in tensors),
         named_tensors=", ".join(f"{name}={name}" for name in tensors),
         result=result.format(
@@ -95,9 +103,9 @@ def converter(
             numbers=", ".join(values[option.name] for option in options if option.type != "Tensor?"),
         ),
     )
-    names: dict[str, Any] = {}
-    exec(compile(text, __file__, "exec"), globals(), names)  # torch.compile reads the globals of this module
-    converted: Callable[..., Any] = names[function]
+    made: dict[str, Any] = {}
+    exec(compile(text, __file__, "exec"), globals(), made)  # torch.compile reads the globals of this module
+    converted: Callable[..., Any] = made[function]
     return converted
 
 
@@ -143,10 +151,27 @@ def autocast(tensors: CallTensors) -> CallTensors:
     return tensors._replace(q=q, k=k, v=v, bias=bias)
 
 
+def check(tensors: CallTensors, options: CallOptions) -> None:
+    """Runs the checks of the op `forward` where no kernel of it follows.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: as the op on any device.
+    """
+    q = tensors.q
+    for name, t in tensors._asdict().items():
+        if t is not None and t.device != q.device:
+            raise ValueError(
+                f"{name.removesuffix('_intervals')}: expected the device of q ({q.device}), got {t.device}"
+            )
+    # On the meta device every dtype and head dim is at home, and the tensors take no memory.
+    on_meta = (None if t is None else torch.empty((), dtype=t.dtype, device="meta").expand(t.shape) for t in tensors)
+    ops.supports(*on_meta, *options, False, False, False, False)
+
+
 def results(
-    out: Tensor, lse: Tensor, max_logits: Tensor, return_lse: Any, return_max_logits: Any
+    out: Tensor, lse: Tensor, max_logits: Tensor, return_lse: bool, return_max_logits: bool
 ) -> Tensor | tuple[Tensor, ...]:
     """The results that a call requested."""
-    if arguments.flag("return_lse", return_lse):
+    if return_lse:
         return (out, lse, max_logits) if return_max_logits else (out, lse)
     return (out, max_logits) if return_max_logits else out

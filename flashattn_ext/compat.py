@@ -6,11 +6,11 @@ signature that Ascend users know.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 
-from . import arguments
+from . import arguments, names
 from .api import forward, varlen_forward
 from .arguments import flash_attn_window
 from .decode import paged_varlen_forward
@@ -19,11 +19,12 @@ from .decode import paged_varlen_forward
 def _result(results: tuple[Tensor, Tensor], return_attn_probs: bool) -> Any:
     """flash-attn returns (out, softmax_lse, S_dmask); there is no S x S matrix to return here."""
     out, lse = results
-    return (out, lse, None) if arguments.flag("return_attn_probs", return_attn_probs) else out
+    return (out, lse, None) if return_attn_probs else out
 
 
-def _expect(name: str, tensor: Tensor, shape: tuple[int | str, ...]) -> None:
+def _expect(name: str, tensor: Any, shape: tuple[int | str, ...]) -> None:
     """Checks a shape; integers in `shape` are required sizes, strings only name a dimension."""
+    arguments.tensors(**{name: tensor})
     fits = tensor.dim() == len(shape) and all(
         isinstance(wanted, str) or size == wanted for size, wanted in zip(tensor.shape, shape, strict=True)
     )
@@ -32,11 +33,12 @@ def _expect(name: str, tensor: Tensor, shape: tuple[int | str, ...]) -> None:
         raise ValueError(f"{name}: expected shape [{wanted}], got {tuple(tensor.shape)}")
 
 
+@names.shown
 def flash_attn_func(
     q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
     causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
     alibi_slopes: Tensor | None = None, deterministic: bool = False,
-    return_attn_probs: bool = False,
+    return_attn_probs: bool = False, **unknown: NoReturn,
 ) -> Any:  # fmt: skip
     """flash-attn 2's flash_attn_func: forward() in its signature; differentiable like forward().
 
@@ -62,6 +64,10 @@ def flash_attn_func(
         TypeError: a type or a dtype is not as described.
         NotImplementedError: as in flashattn_ext.forward.
     """
+    if unknown:
+        raise names.not_an_argument("flash_attn_func", unknown)
+    if return_attn_probs is not False and return_attn_probs is not True:
+        return_attn_probs = arguments.flag("return_attn_probs", return_attn_probs)
     results = forward(
         q, k, v, dropout_p=dropout_p, softmax_scale=softmax_scale, causal=causal,
         window_size=flash_attn_window(window_size), softcap=softcap, alibi_slopes=alibi_slopes,
@@ -70,11 +76,12 @@ def flash_attn_func(
     return _result(results, return_attn_probs)
 
 
+@names.shown
 def flash_attn_qkvpacked_func(
     qkv: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
     window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
     alibi_slopes: Tensor | None = None, deterministic: bool = False,
-    return_attn_probs: bool = False,
+    return_attn_probs: bool = False, **unknown: NoReturn,
 ) -> Any:  # fmt: skip
     """flash-attn 2's flash_attn_qkvpacked_func. The other arguments are those of flash_attn_func.
 
@@ -89,6 +96,8 @@ def flash_attn_qkvpacked_func(
         TypeError: a type or a dtype is not as described.
         NotImplementedError: as in flashattn_ext.forward.
     """
+    if unknown:
+        raise names.not_an_argument("flash_attn_qkvpacked_func", unknown)
     _expect("qkv", qkv, ("batch", "seqlen", 3, "heads", "head_dim"))
     q, k, v = qkv.unbind(2)
     return flash_attn_func(
@@ -97,11 +106,12 @@ def flash_attn_qkvpacked_func(
     )  # fmt: skip
 
 
+@names.shown
 def flash_attn_kvpacked_func(
     q: Tensor, kv: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
     causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
     alibi_slopes: Tensor | None = None, deterministic: bool = False,
-    return_attn_probs: bool = False,
+    return_attn_probs: bool = False, **unknown: NoReturn,
 ) -> Any:  # fmt: skip
     """flash-attn 2's flash_attn_kvpacked_func. The other arguments are those of flash_attn_func.
 
@@ -117,6 +127,8 @@ def flash_attn_kvpacked_func(
         TypeError: a type or a dtype is not as described.
         NotImplementedError: as in flashattn_ext.forward.
     """
+    if unknown:
+        raise names.not_an_argument("flash_attn_kvpacked_func", unknown)
     _expect("kv", kv, ("batch", "seqlen", 2, "heads", "head_dim"))
     k, v = kv.unbind(2)
     return flash_attn_func(
@@ -125,13 +137,14 @@ def flash_attn_kvpacked_func(
     )  # fmt: skip
 
 
+@names.shown
 def flash_attn_varlen_func(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
     max_seqlen_q: int, max_seqlen_k: int, dropout_p: float = 0.0,
     softmax_scale: float | None = None, causal: bool = False,
     window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
     alibi_slopes: Tensor | None = None, deterministic: bool = False,
-    return_attn_probs: bool = False, block_table: Tensor | None = None,
+    return_attn_probs: bool = False, block_table: Tensor | None = None, **unknown: NoReturn,
 ) -> Any:  # fmt: skip
     """flash-attn 2's flash_attn_varlen_func. The other arguments are those of flash_attn_func.
 
@@ -154,7 +167,12 @@ def flash_attn_varlen_func(
         NotImplementedError: as in flashattn_ext.forward; dropout with a block_table.
         RuntimeError: in the backward of a call with a block_table.
     """
+    if unknown:
+        raise names.not_an_argument("flash_attn_varlen_func", unknown)
+    if return_attn_probs is not False and return_attn_probs is not True:
+        return_attn_probs = arguments.flag("return_attn_probs", return_attn_probs)
     if block_table is not None:
+        arguments.flag("deterministic", deterministic)
         if arguments.number("dropout_p", dropout_p) != 0:
             raise NotImplementedError(
                 f"dropout_p: expected 0 with a block_table, got {dropout_p}; pass dropout_p=0, or packed k and v without a block_table"
@@ -172,12 +190,13 @@ def flash_attn_varlen_func(
     return _result(results, return_attn_probs)
 
 
+@names.shown
 def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout_p: float = 0.0,
     softmax_scale: float | None = None, causal: bool = False,
     window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
     alibi_slopes: Tensor | None = None, deterministic: bool = False,
-    return_attn_probs: bool = False,
+    return_attn_probs: bool = False, **unknown: NoReturn,
 ) -> Any:  # fmt: skip
     """flash-attn 2's flash_attn_varlen_qkvpacked_func. The other arguments are those of flash_attn_func.
 
@@ -194,7 +213,10 @@ def flash_attn_varlen_qkvpacked_func(
         TypeError: a type or a dtype is not as described.
         NotImplementedError: as in flashattn_ext.forward.
     """
+    if unknown:
+        raise names.not_an_argument("flash_attn_varlen_qkvpacked_func", unknown)
     _expect("qkv", qkv, ("total", 3, "heads", "head_dim"))
+    arguments.tensors(cu_seqlens=cu_seqlens)
     q, k, v = qkv.unbind(1)
     return flash_attn_varlen_func(
         q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal,
@@ -202,12 +224,13 @@ def flash_attn_varlen_qkvpacked_func(
     )  # fmt: skip
 
 
+@names.shown
 def flash_attn_varlen_kvpacked_func(
     q: Tensor, kv: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
     max_seqlen_k: int, dropout_p: float = 0.0, softmax_scale: float | None = None,
     causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
     alibi_slopes: Tensor | None = None, deterministic: bool = False,
-    return_attn_probs: bool = False,
+    return_attn_probs: bool = False, **unknown: NoReturn,
 ) -> Any:  # fmt: skip
     """flash-attn 2's flash_attn_varlen_kvpacked_func. The other arguments are those of flash_attn_varlen_func.
 
@@ -223,6 +246,8 @@ def flash_attn_varlen_kvpacked_func(
         TypeError: a type or a dtype is not as described.
         NotImplementedError: as in flashattn_ext.forward.
     """
+    if unknown:
+        raise names.not_an_argument("flash_attn_varlen_kvpacked_func", unknown)
     _expect("kv", kv, ("total", 2, "heads", "head_dim"))
     k, v = kv.unbind(1)
     return flash_attn_varlen_func(
@@ -231,8 +256,9 @@ def flash_attn_varlen_kvpacked_func(
     )  # fmt: skip
 
 
+@names.shown
 def flash_attention_npu(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool = False, softmax_scale: float | None = None
+    q: Tensor, k: Tensor, v: Tensor, causal: bool = False, softmax_scale: float | None = None, **unknown: NoReturn
 ) -> Tensor:
     """forward() in the signature that Ascend users know. It runs on the device of the tensors, not only on NPUs.
 
@@ -251,4 +277,6 @@ def flash_attention_npu(
         TypeError: a type or a dtype is not as described.
         NotImplementedError: as in flashattn_ext.forward.
     """
+    if unknown:
+        raise names.not_an_argument("flash_attention_npu", unknown)
     return forward(q, k, v, causal=causal, softmax_scale=softmax_scale, layout="bhsd")

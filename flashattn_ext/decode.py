@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from . import _C, arguments, ops
+from . import _C, arguments, kept, names, ops
 from .calls import DENSE, converter, lengths_of, results
 from .fp8 import FP8
-from .kept import KeptForTensors
 from .mask import Mask
 from .options import OPTIONS
 
@@ -19,16 +18,17 @@ class BlockTableError(ValueError, RuntimeError):
     """A sequence has more keys than its row of the block table can hold. A RuntimeError too, because flash-attn raises one."""
 
 
-_largest = KeptForTensors()  # the maximum of each tensor of lengths that came with a block table
+_largest = kept.KeptForTensors()  # the maximum of each tensor of lengths that came with a block table
 
 # The tensors of a decoding call that forward() does not have, in the order of the op's schema (csrc/decode_call.cpp).
 _CACHE_TENSORS = (
     "k", "v", "rotary_cos", "rotary_sin", "cache_seqlens", "cache_batch_idx", "cache_leftpad", "block_table",
 )  # fmt: skip
+_OPTIONS = [option for option in OPTIONS if option.decodes]
 _options_of_call = converter(
-    "flash_attn_with_kvcache", [option for option in OPTIONS if option.decodes], leading="q", result="({tensors}, {numbers})",
-    window="flash_attn_window",
+    "flash_attn_with_kvcache", _OPTIONS, leading="q", result="({tensors}, {numbers})", window="flash_attn_window"
 )  # fmt: skip
+_OUT_DTYPE = [option.name for option in _OPTIONS].index("out_dtype")
 
 
 def has_decoding(device: torch.device) -> bool:
@@ -43,7 +43,9 @@ def _length(cache_seqlens: Any) -> tuple[Tensor | None, int]:
     if isinstance(cache_seqlens, Tensor):
         return cache_seqlens, -1
     length = arguments.integer("cache_seqlens", cache_seqlens)
-    if length < 0:
+    if torch.compiler.is_compiling():
+        torch._check(length >= 0)  # at run time where the number comes from .item()
+    elif length < 0:
         raise ValueError(f"cache_seqlens: expected an int of at least 0 or int32 [batch], got {length}")
     return None, length
 
@@ -52,21 +54,21 @@ def _check_room(lengths: Any, new_keys: Tensor | None, k_cache: Tensor, block_ta
     """Raises BlockTableError where lengths and new keys need more pages than block_table has columns.
 
     Lengths on an accelerator are read, which waits for the device, once after each in-place change: once for all layers of a step.
-    They are not read in a CUDA graph capture, under torch.compile or in inference mode (tensors have no version counter there); the
-    op then clamps them.
+    They are not read in a CUDA graph capture, under torch.compile, in inference mode (tensors have no version counter there), in
+    transforms of torch.func, or where they have no values, as on the meta device; the op then clamps them.
     """
-    if (
-        torch.compiler.is_compiling()
-        or type(lengths) is not Tensor
-        or lengths.dtype != torch.int32
-        or lengths.is_inference()
-    ):
+    if torch.compiler.is_compiling() or type(lengths) is not Tensor or lengths.dtype != torch.int32 or lengths.is_meta:
         return
-    if not lengths.numel() or block_table.dim() != 2 or k_cache.dim() != 4:
+    if lengths.dim() != 1 or not lengths.numel() or block_table.dim() != 2 or k_cache.dim() != 4:
         return  # the op's own checks raise where these are wrong
-    if lengths.is_cuda and torch.cuda.is_current_stream_capturing():
-        return
-    largest = _largest.get([lengths], lambda: int(lengths.max()))
+    if lengths.is_cpu:
+        if not kept.has_values(lengths):
+            return
+        largest = max(lengths.tolist())
+    else:
+        if kept.state_of((lengths,)) is None or (lengths.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return
+        largest = _largest.get([lengths], lambda: int(lengths.max()))
     new = 0 if new_keys is None else new_keys.shape[1]
     columns, page_size = block_table.shape[1], k_cache.shape[1]
     if largest + new > columns * page_size:
@@ -87,6 +89,8 @@ def _call_op(
     """
     result_dtype = arguments.autocast_dtype(q)
     if result_dtype is not None:
+        if k_cache.dtype == FP8 and not keeps_dtype:  # the op rounds out once
+            options = (*options[:_OUT_DTYPE], result_dtype, *options[_OUT_DTYPE + 1 :])
         q, k_cache, v_cache, of_cache = _autocast(result_dtype, q, k_cache, v_cache, of_cache)
     for value in of_cache:
         if value is not None and type(value) is not Tensor:
@@ -94,7 +98,7 @@ def _call_op(
     op = ops.decode if of_cache[0] is None and of_cache[1] is None else ops.decode_append
     out, lse, max_logits = op(
         q, k_cache, v_cache, *of_cache, length, arguments.flag("rotary_interleaved", rotary_interleaved),
-        arguments.integer("num_splits", num_splits), arguments.flag("return_max_logits", return_max_logits), *options,
+        arguments.integer("num_splits", num_splits), return_max_logits, *options,
     )  # fmt: skip
     return out if result_dtype is None or keeps_dtype else arguments.cast(out, result_dtype), lse, max_logits
 
@@ -104,18 +108,21 @@ def _autocast(
 ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor | None, ...]]:
     """The tensors cast as in forward(). With new keys the caches keep their dtype, and the other tensors are cast to it.
 
-    Caches of fp8 always keep their dtype, and the other tensors are cast as without caches.
+    Caches of fp8 always keep their dtype, and the other tensors are cast to bfloat16, the one dtype that the op takes beside it.
     """
     *floats, lengths, batch_idx, leftpad, block_table = of_cache
     arguments.optional_tensors(**dict(zip(_CACHE_TENSORS, floats, strict=False)))
-    if floats[0] is None and floats[1] is None:
+    if k_cache.dtype == FP8:
+        dtype = torch.bfloat16
+    elif floats[0] is None and floats[1] is None:
         k_cache, v_cache = arguments.cast(k_cache, dtype), arguments.cast(v_cache, dtype)
-    elif k_cache.is_floating_point() and k_cache.dtype != FP8:
+    elif k_cache.is_floating_point():
         dtype = k_cache.dtype
     cast = [None if t is None else arguments.cast(t, dtype) for t in floats]
     return arguments.cast(q, dtype), k_cache, v_cache, (*cast, lengths, batch_idx, leftpad, block_table)
 
 
+@names.shown
 def flash_attn_with_kvcache(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = None, v: Tensor | None = None,
     rotary_cos: Tensor | None = None, rotary_sin: Tensor | None = None, cache_seqlens: int | Tensor | None = None,
@@ -124,7 +131,7 @@ def flash_attn_with_kvcache(
     softcap: float = 0.0, rotary_interleaved: bool = True, alibi_slopes: Tensor | None = None, num_splits: int = 0,
     return_softmax_lse: bool = False, *, sink: Tensor | None = None, smooth_softmax: bool = False,
     mask: Mask | None = None, return_max_logits: bool = False, descale_q: Tensor | None = None, descale_k: Tensor | None = None,
-    descale_v: Tensor | None = None, out_dtype: torch.dtype | None = None, invariant: bool = False,
+    descale_v: Tensor | None = None, out_dtype: torch.dtype | None = None, invariant: bool = False, **unknown: NoReturn,
 ) -> Any:  # fmt: skip
     """Appends new keys and values to a KV cache in place, and attends to the whole cache: decoding and prefill.
 
@@ -132,7 +139,8 @@ def flash_attn_with_kvcache(
     descale_q, descale_k, descale_v and out_dtype. Forward only: a backward through it raises.
 
     Inside torch.autocast q and the caches are cast as in forward(), which copies caches of another dtype at every call; where new keys
-    are written, the caches keep their dtype and all other tensors are cast to it. The result has autocast's dtype.
+    are written, the caches keep their dtype and all other tensors are cast to it. Caches of float8_e4m3fn always keep it, and all other
+    tensors are cast to bfloat16. The result has autocast's dtype, or out_dtype.
 
     Args:
         q: queries [B, Sq, Hq, D]; float16, bfloat16, float32, and float64 on the CPU; D from 1 to 512. On CUDA, float32 above 256
@@ -189,7 +197,7 @@ def flash_attn_with_kvcache(
             CPU. On accelerators they are clamped to the capacity, and new keys without room are dropped, because reading the lengths
             would wait for the device. Lengths beyond a block_table raise there too, an error that is a RuntimeError as well, as
             in flash-attn: cache_seqlens is read once after each change of it, but not while a CUDA graph is captured,
-            under torch.compile or in inference mode.
+            under torch.compile, in inference mode or in transforms of torch.func.
         TypeError: a type or a dtype is not as described.
         NotImplementedError: the backend has no decoding, or not for this call; names the nearest thing that works. Also for
             alibi_slopes with a cache of float8_e4m3fn, and for a rotation of q or k of that dtype.
@@ -198,6 +206,12 @@ def flash_attn_with_kvcache(
     Source: split-KV decoding after Flash-Decoding (Dao et al. 2023, "Flash-Decoding for long-context inference"); pages after
     PagedAttention (Kwon et al. 2023, "Efficient Memory Management for Large Language Model Serving with PagedAttention").
     """
+    if unknown:
+        raise names.not_an_argument("flash_attn_with_kvcache", unknown)
+    if return_softmax_lse is not False and return_softmax_lse is not True:
+        return_softmax_lse = arguments.flag("return_softmax_lse", return_softmax_lse)
+    if return_max_logits is not False and return_max_logits is not True:
+        return_max_logits = arguments.flag("return_max_logits", return_max_logits)
     if block_table is not None and isinstance(k_cache, Tensor) and isinstance(block_table, Tensor):
         _check_room(cache_seqlens, k, k_cache, block_table)
     if not type(q) is type(k_cache) is type(v_cache) is Tensor:
@@ -213,7 +227,7 @@ def flash_attn_with_kvcache(
         q, k_cache, v_cache, of_cache, length, options, rotary_interleaved, num_splits, return_max_logits,
         out_dtype is not None,
     )  # fmt: skip
-    return results(out, lse, max_logits, arguments.flag("return_softmax_lse", return_softmax_lse), return_max_logits)
+    return results(out, lse, max_logits, return_softmax_lse, return_max_logits)
 
 
 def paged_varlen_forward(

@@ -13,7 +13,8 @@ LARGEST = 448.0  # the largest value of FP8, which has no infinities
 
 def quantised(values: Tensor, descale: Tensor | float) -> Tensor:
     """values / descale in FP8, rounded to nearest even; larger ones than LARGEST become LARGEST. descale broadcasts to values."""
-    return (values.float() / descale).clamp(-LARGEST, LARGEST).to(FP8)
+    wide = values.to(torch.promote_types(values.dtype, torch.float32))
+    return (wide / descale).clamp(-LARGEST, LARGEST).to(FP8)
 
 
 @torch.no_grad()
@@ -54,11 +55,22 @@ def quantize_fp8(x: Tensor, heads_dim: int, *, kv_heads: int | None = None) -> t
     batch = x.shape[0] if x.dim() == 4 else 1
     per_group = x.unflatten(axis, (groups, heads // groups if groups else 0))
     per_group = per_group.movedim(axis, 1) if x.dim() == 4 else per_group.movedim(axis, 0)[None]
-    magnitudes = per_group.abs().flatten(2).float()
+    magnitudes = per_group.abs().flatten(2).to(torch.promote_types(x.dtype, torch.float32))
     magnitudes = magnitudes.masked_fill_(~magnitudes.isfinite(), 0)
     largest = magnitudes.amax(2) if magnitudes.shape[2] else magnitudes.new_zeros(batch, groups)
-    descale = torch.where(largest > 0, largest / LARGEST, 1)
+    descale = _descale_of(largest)
     return quantised(x, _of_heads(descale, x, axis, None)), descale
+
+
+def _descale_of(largest: Tensor) -> Tensor:
+    """largest / LARGEST in float32, 1 for 0. Below the normal numbers, whose quotients have few digits, it is rounded up, so that no
+    element becomes larger than LARGEST, and none is divided by 0.
+    """
+    limits = torch.finfo(torch.float32)
+    quotient = (largest / LARGEST).float().clamp(max=limits.max)
+    rounded_down = (quotient < limits.tiny) & (quotient.double() * LARGEST < largest.double())
+    quotient = torch.where(rounded_down, torch.nextafter(quotient, torch.full_like(quotient, torch.inf)), quotient)
+    return torch.where(largest > 0, quotient, 1)
 
 
 def _of_heads(descale: Tensor, t: Tensor, axis: int, starts: list[int] | None) -> Tensor:

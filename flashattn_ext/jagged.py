@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import arguments
+
 
 def packed(layout: str, **given: Any) -> tuple[list[Tensor], tuple[Tensor, Tensor, int, int]]:
     """q, k and v [total, H, D] of nested tensors [B, S, H, D] (layout "bhsd": [B, H, S, D]), and the lengths for varlen_forward: cu_seqlens_q, ...
@@ -15,7 +17,7 @@ def packed(layout: str, **given: Any) -> tuple[list[Tensor], tuple[Tensor, Tenso
         TypeError: a tensor is not nested, or not of layout torch.jagged.
         ValueError: the ragged dimension is not the sequence, a tensor has holes, or the offsets of v differ from the offsets of k.
     """
-    ragged_dim = 1 if layout == "bshd" else 2
+    ragged_dim = 2 if arguments.is_bhsd(layout) else 1
     values = [_values(name, t, ragged_dim) for name, t in given.items()]
     q, k, v = given.values()
     if k.shape[ragged_dim] != v.shape[ragged_dim]:

@@ -308,9 +308,10 @@ class Mask:
     def extremes(self) -> Tensor:
         """Summaries of `intervals` by which the kernels skip tiles, computed at the first use and cached.
 
-        They are computed again after torch operations wrote to `intervals` in place. A write through `.numpy()` or `.data` is not
-        noticed, and needs a new Mask. Each captured CUDA graph computes them itself, so that a replay uses the values that `intervals`
-        has then. They are never cached for tensors created in inference mode, which do not record changes.
+        They are computed again after torch operations wrote to `intervals` in place or replaced its memory. A write through `.numpy()`
+        or `.data` is not noticed, and needs a new Mask. Each captured CUDA graph computes them itself, so that a replay uses the values
+        that `intervals` has then. They are never cached for tensors created in inference mode, which do not record changes, nor for
+        those that torch.func wraps, nor while a graph is traced.
 
         Returns:
             int32 [..., n, 4] in place of the [..., Sk, 2] of `intervals`.
@@ -321,7 +322,8 @@ class Mask:
             return ops.mask_extremes(intervals)
         known = self._extremes
         if known is None or known[0] is not intervals or known[1] != state:
-            known = self._extremes = (intervals, state, ops.mask_extremes(intervals))
+            with kept.outside_of_modes():
+                known = self._extremes = (intervals, state, ops.mask_extremes(intervals))
         return known[2]
 
     def __getstate__(self) -> dict[str, Tensor]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from . import arguments
+from . import arguments, names
 from .api import forward
 from .mask import Mask
 
@@ -36,6 +36,7 @@ class FlashAttention(nn.Module):
         TypeError: a type is not as described.
     """
 
+    @names.shown
     def __init__(
         self,
         head_dim: int = 64,
@@ -50,7 +51,10 @@ class FlashAttention(nn.Module):
         alibi_slopes: Tensor | None = None,
         relative_bias: Tensor | None = None,
         invariant: bool = False,
+        **unknown: NoReturn,
     ) -> None:
+        if unknown:
+            raise names.not_an_argument("FlashAttention", unknown)
         super().__init__()
         self.head_dim = arguments.integer("head_dim", head_dim)
         if not 1 <= self.head_dim <= 512:
@@ -67,6 +71,7 @@ class FlashAttention(nn.Module):
         if not 0 <= self.softcap < math.inf:
             raise ValueError(f"softcap: expected a finite number above 0, or 0 for none, got {softcap}")
         arguments.optional_tensors(alibi_slopes=alibi_slopes, relative_bias=relative_bias)
+        self._given = {}
         self._keep("alibi_slopes", alibi_slopes)
         self._keep("relative_bias", relative_bias)
         self.invariant = arguments.flag("invariant", invariant)
@@ -81,16 +86,42 @@ class FlashAttention(nn.Module):
 
     alibi_slopes: Tensor | None
     relative_bias: Tensor | None
+    # What alibi_slopes and relative_bias were at first, on the CPU; None where they had no values (meta device).
+    _given: dict[str, Tensor | None]
 
     def _keep(self, name: str, tensor: Tensor | None) -> None:
         if isinstance(tensor, nn.Parameter):
             self.register_parameter(name, tensor)
         else:
             self.register_buffer(name, tensor)
+        if tensor is not None:
+            self._given[name] = None if tensor.is_meta else tensor.detach().to("cpu", copy=True)
 
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Initialises parameters and buffers as the constructor does: sink is 0, alibi_slopes and relative_bias are what it was given.
+
+        FSDP calls it for modules that were made on the meta device; after `to_empty()` call it yourself.
+
+        Raises:
+            RuntimeError: alibi_slopes or relative_bias was given on the meta device, without values to return to.
+        """
+        if self.sink is not None:
+            self.sink.zero_()
+        for name, given in self._given.items():
+            if given is None:
+                raise RuntimeError(
+                    f"{name}: was given on the meta device, so that reset_parameters() does not know its values; give it on the CPU "
+                    f'(device="cpu" also inside torch.device("meta"))'
+                )
+            current = getattr(self, name)
+            if isinstance(current, Tensor):
+                current.copy_(_like(given, current))
+
+    @names.shown
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, bias: Tensor | None = None, mask: Mask | None = None,
-        return_max_logits: bool = False,
+        self, q: Tensor, k: Tensor, v: Tensor, *more: Any, bias: Tensor | None = None, mask: Mask | None = None,
+        return_max_logits: bool = False, **unknown: NoReturn,
     ) -> Any:  # fmt: skip
         """Calls flashattn_ext.forward with the options of this module.
 
@@ -110,6 +141,8 @@ class FlashAttention(nn.Module):
             TypeError: as in flashattn_ext.forward.
             NotImplementedError: as in flashattn_ext.forward.
         """
+        if more or unknown:
+            raise names.not_an_argument("FlashAttention.forward", unknown, more)
         return forward(q, k, v, bias=bias, mask=mask, return_max_logits=return_max_logits, **self.call_options(q))
 
     def call_options(self, q: Tensor) -> dict[str, Any]:
@@ -123,12 +156,15 @@ class FlashAttention(nn.Module):
 
         Raises:
             ValueError: the last dimension of q is not head_dim.
+            TypeError: q is not a tensor.
         """
-        if q.shape[-1] != self.head_dim:
+        if not isinstance(q, Tensor):
+            arguments.tensors(q=q)
+        if not q.dim() or q.shape[-1] != self.head_dim:
             raise ValueError(f"q: this module was made for head_dim={self.head_dim}, got shape {tuple(q.shape)}")
         slopes = self.alibi_slopes
         if slopes is not None:  # the module may have been cast to 16 bits
-            slopes = slopes.to(torch.promote_types(q.dtype, torch.float32))
+            slopes = slopes.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
         return {
             "causal": self.causal,
             "window_size": self.window_size,
@@ -145,6 +181,16 @@ class FlashAttention(nn.Module):
         return (
             f"head_dim={self.head_dim}, dropout={self.dropout}, causal={self.causal}, "
             f"use_smooth_softmax={self.use_smooth_softmax}, learnable_sink={self.sink is not None}, "
-            f"softcap={self.softcap}, alibi_slopes={self.alibi_slopes is not None}, "
+            f"window_size={self.window_size}, softcap={self.softcap}, alibi_slopes={self.alibi_slopes is not None}, "
             f"relative_bias={self.relative_bias is not None}, invariant={self.invariant}"
         )
+
+
+def _like(values: Tensor, other: Tensor) -> Tensor:
+    """Values that every rank has, as what other.copy_() takes: a replicated DTensor where `other` is a DTensor (FSDP2)."""
+    if not hasattr(other, "placements"):
+        return values
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = other.device_mesh  # type: ignore[attr-defined]
+    return DTensor.from_local(values.to(mesh.device_type), mesh, [Replicate()] * mesh.ndim, run_check=False)

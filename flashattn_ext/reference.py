@@ -1,6 +1,6 @@
-"""attention_reference and kvcache_reference: the formulas in plain PyTorch, for tests and users to compare with.
+"""attention_reference: the formulas in plain PyTorch, for tests and users to compare with.
 
-They build the S x S matrix, run on every device and dtype, and are differentiable any number of times. attention_weights returns
+It builds the S x S matrix, runs on every device and dtype, and is differentiable any number of times. attention_weights returns
 selected rows of that matrix.
 """
 
@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, overload
 
 import torch
 from torch import Tensor
 
-from . import arguments, fp8
+from . import arguments, calls, fp8, names
 from .mask import Mask, checked_mask
 
 if TYPE_CHECKING:
@@ -142,11 +142,31 @@ class _Scores:
             scores = self.softcap * torch.tanh(scores / self.softcap)
         distance = place.distance()
         if self.alibi_slopes is not None:
-            scores = scores - self.alibi_slopes.to(statistics)[:, None, None] * distance.abs()
+            scores = _sum(scores, -self.alibi_slopes.to(statistics)[:, None, None] * distance.abs())
         if self.relative_bias is not None:
             L = self.relative_bias.shape[-1] // 2
-            scores = scores + self.relative_bias.to(statistics)[:, distance.clamp(-L, L) + L]
-        return scores if self.bias is None else scores + self.bias.to(statistics)
+            scores = _sum(scores, self.relative_bias.to(statistics)[:, distance.clamp(-L, L) + L])
+        return scores if self.bias is None else _sum(scores, self.bias.to(statistics))
+
+
+def _sum(scores: Tensor, term: Tensor) -> Tensor:
+    """scores + term, of which a sum that would leave the range of the dtype is its end: two finite terms hide no key.
+
+    Differentiable as the sum also there.
+    """
+    total = scores + term
+    overflows = torch.isinf(total) & torch.isfinite(scores) & torch.isfinite(term)
+    most = torch.finfo(total.dtype).max
+    at_the_end = total.detach().clamp(-most, most) + (scores - scores.detach()) + (term - term.detach())
+    return torch.where(overflows, at_the_end, total)
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b in their dtype, also inside torch.autocast."""
+    if arguments.autocast_dtype(a) is None:
+        return a @ b
+    with torch.autocast(a.device.type, enabled=False):
+        return a @ b
 
 
 def _visible_logits(q: Tensor, k: Tensor, scores_of: _Scores, place: _Place, visible: Tensor) -> Tensor:
@@ -154,7 +174,7 @@ def _visible_logits(q: Tensor, k: Tensor, scores_of: _Scores, place: _Place, vis
     if scores_of.bias is not None:
         visible = visible & ~torch.isneginf(scores_of.bias.detach())
     # Masked products are replaced before anything is computed from them, so that their gradients are not NaN.
-    products = (q @ k.transpose(-1, -2)).masked_fill(~visible, 0)
+    products = _product(q, k.transpose(-1, -2)).masked_fill(~visible, 0)
     return scores_of.logits(products, place).masked_fill(~visible, -math.inf)
 
 
@@ -168,8 +188,12 @@ def _softmax(scores: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
         return scores, scores.new_full(scores.shape[:-1], -math.inf)
     # Rows whose logits are all -inf are computed with zeros, so that neither they nor their gradients are NaN.
     empty = torch.isneginf(logits.detach()).all(-1)
-    lse = torch.logsumexp(logits.masked_fill(empty[..., None], 0), dim=-1)
-    weights = torch.exp(scores - lse[..., None]).masked_fill(torch.isneginf(scores.detach()), 0)
+    logits = logits.masked_fill(empty[..., None], 0)
+    weights = torch.softmax(logits, -1)[..., : scores.shape[-1]].masked_fill(torch.isneginf(scores.detach()), 0)
+    # exp(logits - lse), by which logsumexp is differentiated, is 1 for each of many logits that are so large that lse rounds to them.
+    largest = logits.detach().amax(-1, keepdim=True)
+    largest = largest.masked_fill(torch.isinf(largest), 0)
+    lse = largest.squeeze(-1) + (logits - largest).exp().sum(-1).log()
     return weights, lse.masked_fill(empty, -math.inf)
 
 
@@ -184,7 +208,7 @@ def _attend(
     weights, lse = _softmax(scores, sink)
     if keep is not None:
         weights = torch.where(keep, weights / p_keep, 0)
-    out = weights.to(v.dtype) @ v
+    out = _product(weights.to(v.dtype), v)
     if not scores.shape[-1] and sink is None:
         out = out + 0 * (q.sum() + v.sum())  # keeps out connected to q and v, so that both get a gradient
     logits = scores.detach().flatten(1).float()
@@ -221,11 +245,12 @@ def attention_reference(
     layout: str = ..., return_lse: bool = ..., return_max_logits: bool = ...,
     **options: Unpack[ReferenceOptions],
 ) -> Tensor | tuple[Tensor, ...]: ...  # fmt: skip
+@names.shown
 def attention_reference(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    *,
+    *more: Any,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     causal: bool = False,
@@ -248,11 +273,12 @@ def attention_reference(
     out_dtype: torch.dtype | None = None,
     return_lse: bool = False,
     return_max_logits: bool = False,
+    **unknown: Any,
 ) -> Tensor | tuple[Tensor, ...]:
     """forward(), and with cu_seqlens varlen_forward(), in plain PyTorch; differentiable any number of times.
 
     Runs on every device and in every dtype. Memory grows with Sq * Sk. Computes in the dtype of the inputs (softmax statistics at
-    least in float32): pass float64 tensors for exact results. float8_e4m3fn is computed in float32, also where k and v alone have it,
+    least in float32), also inside torch.autocast: pass float64 tensors for exact results. float8_e4m3fn is computed in float32, also where k and v alone have it,
     and without a gradient. The other arguments are those of forward.
 
     Args:
@@ -274,12 +300,23 @@ def attention_reference(
             out_dtype without float8_e4m3fn.
         TypeError: the type of an option is not as described.
     """
+    if more or unknown:
+        raise names.not_an_argument("attention_reference", unknown, more)
+    arguments.tensors(q=q, k=k, v=v)
+    arguments.optional_tensors(
+        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, alibi_slopes=alibi_slopes, relative_bias=relative_bias, bias=bias,
+        sink=sink, descale_q=descale_q, descale_k=descale_k, descale_v=descale_v,
+    )  # fmt: skip
+    returns_lse = arguments.flag("return_lse", return_lse)
+    returns_max_logits = arguments.flag("return_max_logits", return_max_logits)
     threshold = dropout_threshold(arguments.number("dropout_p", dropout_p))
     seed = arguments.seed(rng_seed)
     if threshold < 256 and seed is None:
         raise ValueError("rng_seed: attention_reference needs a seed when dropout_p > 0, got None")
     bhsd, causal, window = arguments.is_bhsd(layout), arguments.flag("causal", causal), arguments.window(window_size)
     packed = cu_seqlens_q is not None and cu_seqlens_k is not None
+    if not packed and (cu_seqlens_q is not None or cu_seqlens_k is not None):
+        raise ValueError("cu_seqlens: cu_seqlens_q and cu_seqlens_k must be given together")
     result_dtype = None
     if k.dtype == fp8.FP8:
         result_dtype, axis = fp8.dtype_of_out(q, out_dtype), 1 if packed or bhsd else 2
@@ -318,20 +355,22 @@ def attention_reference(
     else:
         out, lse, max_logits = _packed(entry, q, k, v, cu_seqlens_q.tolist(), cu_seqlens_k.tolist())
     out = out if result_dtype is None else out.to(result_dtype)
-    others = [lse] if arguments.flag("return_lse", return_lse) else []
-    others += [max_logits] if arguments.flag("return_max_logits", return_max_logits) else []
+    others = [lse] if returns_lse else []
+    others += [max_logits] if returns_max_logits else []
     return (out, *others) if others else out
 
 
 _WEIGHTS_AT_ONCE = 1 << 20  # elements of the temporaries of attention_weights
+_call_of_weights = calls.converter("attention_weights")
 
 
+@names.shown
 @torch.no_grad()
 def attention_weights(
     q: Tensor,
     k: Tensor,
     rows: Sequence[int] | Tensor,
-    *,
+    *more: Any,
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
     softmax_scale: float | None = None,
@@ -344,11 +383,13 @@ def attention_weights(
     sink: Tensor | None = None,
     layout: str = "bshd",
     origin: tuple[int, ...] | None = None,
+    **unknown: NoReturn,
 ) -> Tensor:
     """The attention weights of selected rows, for inspection: the weights of forward() without dropout.
 
     Plain PyTorch without gradients, in O(len(rows) * Sk) time and memory: a few rows are cheap even for long sequences, and all rows
-    cost as much as attention_reference.
+    cost as much as attention_reference. Logits and weights are computed at least in float32. Inside torch.autocast q, k and bias are
+    cast as in forward().
 
     Args:
         q: queries [B, Sq, Hq, D] (layout "bhsd": [B, Hq, Sq, D]).
@@ -356,7 +397,7 @@ def attention_weights(
         rows: which queries, from 0 to Sq - 1: a sequence of integers or an integer tensor of one dimension, in any order.
         origin: (batch, head, row, key) as in forward(); batch and head have no effect here, because they only place dropout.
 
-    The other arguments are those of forward.
+    The other arguments are those of forward, with the same checks.
 
     Returns:
         float32 [B, Hq, len(rows), Sk]. Masked keys have a weight of 0. With a sink the weights of a row add up to less than 1: the
@@ -366,24 +407,25 @@ def attention_weights(
         ValueError: a shape or a value is not as described.
         TypeError: a type or a dtype is not as described.
     """
+    if more or unknown:
+        raise names.not_an_argument("attention_weights", unknown, more)
     arguments.tensors(q=q, k=k)
     if fp8.FP8 in (q.dtype, k.dtype):
         raise TypeError(
             f"q: expected no float8_e4m3fn, got {q.dtype} and {k.dtype} of k; pass element * descale in float32"
         )
-    bhsd, causal, window = arguments.is_bhsd(layout), arguments.flag("causal", causal), arguments.window(window_size)
-    if q.dim() != 4 or k.dim() != 4 or q.shape[0] != k.shape[0] or q.shape[-1] != k.shape[-1]:
-        raise ValueError(
-            f"k: expected 4 dimensions with the batch and head_dim of q, got shape {tuple(k.shape)} for q of shape {tuple(q.shape)}"
-        )
-    q, k = (t if bhsd else t.transpose(1, 2) for t in (q, k))
+    tensors, options = _call_of_weights(
+        q, k, k, calls.DENSE, layout, causal=causal, window_size=window_size, softmax_scale=softmax_scale, softcap=softcap,
+        alibi_slopes=alibi_slopes, relative_bias=relative_bias, bias=bias, mask=mask, smooth_softmax=smooth_softmax, sink=sink,
+        origin=origin,
+    )  # fmt: skip
+    tensors = calls.autocast(tensors)
+    calls.check(tensors, options)
+    q, k, bias, intervals = tensors.q, tensors.k, tensors.bias, tensors.mask_intervals
+    q, k = (t if options.bhsd else t.transpose(1, 2) for t in (q, k))
     (B, heads, Sq, _), (Hk, Sk) = q.shape, k.shape[1:3]
-    if not Hk or heads % Hk:
-        raise ValueError(f"q: the number of query heads must be a multiple of the {Hk} KV heads, got {heads}")
     chosen = _row_numbers(rows, Sq, q.device)
-    scale, cap = arguments.scale(softmax_scale, q), arguments.number("softcap", softcap)
-    intervals = None if mask is None else checked_mask(mask).intervals
-    if arguments.flag("smooth_softmax", smooth_softmax) and sink is None:
+    if options.smooth_softmax:
         sink = torch.zeros(heads, device=q.device)
     whole = _Place.of(origin, Sq, Sk, q.device)
     place = whole._replace(rows=whole.rows[chosen])
@@ -392,7 +434,7 @@ def attention_weights(
     def logits(b: int, h: int, rows: slice, keys: slice) -> Tensor:
         """[1, rows, keys]"""
         part = place._replace(rows=place.rows[rows], keys=place.keys[keys])
-        visible = _in_window(part, causal, window)
+        visible = _in_window(part, options.causal, (options.window_left, options.window_right))
         if intervals is not None:
             of_head = intervals[min(b, intervals.shape[0] - 1), h * intervals.shape[1] // heads, keys]
             visible = visible & _in_intervals(part, of_head[None], 1)
@@ -404,7 +446,8 @@ def attention_weights(
         if added is not None and added.shape[1] > 1:
             added = added[:, chosen[rows]]
         q_part, k_part = q[b, h, chosen[rows]].to(statistics), k[b, h * Hk // heads, keys].to(statistics)
-        return _visible_logits(q_part[None], k_part[None], _Scores(scale, cap, slopes, relative, added), part, visible)
+        scores_of = _Scores(options.softmax_scale, options.softcap, slopes, relative, added)
+        return _visible_logits(q_part[None], k_part[None], scores_of, part, visible)
 
     weights = torch.empty(B, heads, len(chosen), Sk, dtype=torch.float32, device=q.device)
     rows_at_once = max(1, _WEIGHTS_AT_ONCE // max(Sk, 1))
@@ -419,6 +462,8 @@ def attention_weights(
 
 
 def _row_numbers(rows: Sequence[int] | Tensor, Sq: int, device: torch.device) -> Tensor:
+    if not isinstance(rows, Iterable):
+        raise TypeError(f"rows: expected integers in one dimension, got {type(rows).__name__}")
     if isinstance(rows, Tensor) and (rows.dim() != 1 or rows.is_floating_point() or rows.dtype == torch.bool):
         raise TypeError(f"rows: expected integers in one dimension, got {arguments.described(rows)}")
     numbers = rows.tolist() if isinstance(rows, Tensor) else [arguments.integer("rows", row) for row in rows]
@@ -439,128 +484,6 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved
     pair = one * c - other * s, one * s + other * c
     turned = torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
     return torch.cat([turned.to(x.dtype), rest], -1)
-
-
-def kvcache_reference(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k: Tensor | None = None,
-    v: Tensor | None = None,
-    *,
-    rotary_cos: Tensor | None = None,
-    rotary_sin: Tensor | None = None,
-    cache_seqlens: int | Tensor | None = None,
-    cache_batch_idx: Tensor | None = None,
-    cache_leftpad: Tensor | None = None,
-    block_table: Tensor | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    rotary_interleaved: bool = True,
-    alibi_slopes: Tensor | None = None,
-    mask: Mask | None = None,
-    return_max_logits: bool = False,
-    descale_q: Tensor | None = None,
-    descale_k: Tensor | None = None,
-    descale_v: Tensor | None = None,
-    **options: Any,
-) -> tuple[Tensor, ...]:
-    """flash_attn_with_kvcache in plain PyTorch, sequence by sequence; it also appends k and v to the caches.
-
-    Lengths and block table entries beyond the cache are clamped, on every device. Waits for the device. The other arguments are those of
-    flash_attn_with_kvcache.
-
-    Args:
-        q: queries [B, Sq, Hq, D].
-        k_cache: keys [cache entries, capacity, Hk, D], or [pages, page_size, Hk, D] with a block_table.
-        v_cache: values [cache entries, capacity, Hk, Dv], or [pages, page_size, Hk, Dv].
-        return_max_logits: also return the largest logits, as flash_attn_with_kvcache does.
-        options: softmax_scale, softcap, sink, smooth_softmax and out_dtype.
-
-    Returns:
-        (out [B, Sq, Hq, Dv], lse [B, Hq, Sq]), and with return_max_logits (out, lse, max_logits [B, Hq]).
-
-    Raises:
-        TypeError: an option is unknown, or its type is not as described.
-    """
-    B, Sq = q.shape[:2]
-    entries, page_size = k_cache.shape[:2]
-    capacity = page_size * (1 if block_table is None else block_table.shape[1]) if entries else 0
-    new = 0 if k is None else k.shape[1]
-    results = []
-
-    def descale_of(given: Tensor | None, b: int) -> Tensor | None:
-        """[1, Hk or 1]"""
-        return None if given is None else given[b if given.shape[0] > 1 else 0][None]
-
-    def number_of(given: int | Tensor | None, b: int, otherwise: int) -> int:
-        return otherwise if given is None else given if isinstance(given, int) else int(given[b])
-
-    for b in range(B):
-        rows = torch.arange(capacity, device=q.device)
-        entry = torch.full_like(rows, number_of(cache_batch_idx, b, b))
-        if block_table is not None:
-            entry = block_table[b].long()[rows // max(page_size, 1)]
-        place = entry.clamp(0, max(entries - 1, 0)), rows % max(page_size, 1)
-        cached = min(max(number_of(cache_seqlens, b, capacity), 0), capacity)
-        end = min(cached + new, capacity)
-        start = min(max(number_of(cache_leftpad, b, 0), 0), end)
-        q_b, positions = q[b], torch.arange(Sq, device=q.device)
-        if rotary_cos is not None and rotary_sin is not None:
-            each = causal or max(window_size) >= 0
-            q_b = _rotated(q_b, rotary_cos, rotary_sin, cached + positions * each, rotary_interleaved)
-        if k is not None and v is not None:
-            k_b, v_b = k[b, : end - cached], v[b, : end - cached]
-            quantises = k_cache.dtype == fp8.FP8 != k.dtype
-            if quantises:  # once, from the rotated keys in float32
-                k_b, v_b = k_b.float(), v_b.float()
-            if rotary_cos is not None and rotary_sin is not None:
-                k_b = _rotated(k_b, rotary_cos, rotary_sin, rows[cached:end], rotary_interleaved)
-            if quantises:
-                k_b = fp8.quantised(k_b, _of_rows(descale_of(descale_k, b)))
-                v_b = fp8.quantised(v_b, _of_rows(descale_of(descale_v, b)))
-            appended = tuple(t[cached:end] for t in place)
-            _bytes(k_cache)[appended], _bytes(v_cache)[appended] = _bytes(k_b), _bytes(v_b)
-        used = tuple(t[start:end] for t in place)
-        k_b, v_b = (_bytes(cache)[used].view(cache.dtype) for cache in (k_cache, v_cache))
-        of_sequence = attention_reference(
-            q_b[None], k_b[None], v_b[None], causal=causal, window_size=window_size,
-            descale_q=descale_of(descale_q, b), descale_k=descale_of(descale_k, b), descale_v=descale_of(descale_v, b),
-            alibi_slopes=alibi_slopes[b] if alibi_slopes is not None and alibi_slopes.dim() == 2 else alibi_slopes,
-            mask=None if mask is None else _of_last_keys(mask, b, Sq, end - start), return_lse=True,
-            return_max_logits=True, **options,
-        )  # fmt: skip
-        results.append(of_sequence)
-    if not results:
-        lse = q.new_zeros(0, q.shape[2], Sq, dtype=_lse_dtype(q))
-        dtype = fp8.dtype_of_out(q, options.get("out_dtype"))
-        results = [
-            (
-                q.new_zeros(*q.shape[:-1], v_cache.shape[-1], dtype=dtype),
-                lse,
-                q.new_zeros(0, q.shape[2], dtype=torch.float32),
-            )
-        ]
-    out, lse, max_logits = (torch.cat(tensors) for tensors in zip(*results, strict=True))
-    return (out, lse, max_logits) if arguments.flag("return_max_logits", return_max_logits) else (out, lse)
-
-
-def _of_rows(descale: Tensor | None) -> Tensor | float:
-    """A descale [1, Hk or 1] as a factor of rows [rows, Hk, D]."""
-    return 1.0 if descale is None else descale[:, :, None]
-
-
-def _bytes(t: Tensor) -> Tensor:
-    """The bytes of an fp8 tensor, for indexing, which torch has for few devices in that dtype; other tensors as they are."""
-    return t.view(torch.uint8) if t.dtype == fp8.FP8 else t
-
-
-def _of_last_keys(mask: Mask, b: int, Sq: int, keys: int) -> Mask:
-    """A Mask of the last keys of sequence b, extended to all of its keys: every row sees the keys before them."""
-    given = checked_mask(mask).intervals
-    given = given[b if given.shape[0] > 1 else 0][None, :, max(given.shape[2] - keys, 0) :]
-    seen = given.new_tensor([0, Sq]).expand(1, given.shape[1], keys - given.shape[2], 2)
-    return Mask(torch.cat([seen, given], 2))
 
 
 def _dense(entry: Entry, q: Tensor, k: Tensor, v: Tensor, bhsd: bool) -> tuple[Tensor, Tensor, Tensor]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import arguments, jagged, ops, placed
+from . import arguments, jagged, names, ops, placed
 from .api import show_shared_options, varlen_forward
 from .calls import autocast, converter, lengths_of
 from .options import differentiable, keeps_centres
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from .options import AttentionOptions
 
-_call_of_supports = converter("supports")
+_call_of_supports = converter("supports", takes_unknown=True)
 
 
 class Support(NamedTuple):
@@ -36,7 +36,7 @@ def supports(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    *,
+    *more: Any,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     max_seqlen_q: int = 0,
@@ -67,12 +67,19 @@ def supports(
 
     Source: the backends' own dispatch (csrc/backend.h).
     """
+    if more:
+        raise names.not_an_argument("supports", {}, more)
     lengths: tuple[Any, ...] = lengths_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     arguments.optional_tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     arguments.seed(options.pop("rng_seed", None))
     arguments.flag("return_lse", return_lse)
     return_max_logits = arguments.flag("return_max_logits", return_max_logits)
     if getattr(q, "is_nested", False):
+        for name, starts in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+            if starts is not None:
+                raise ValueError(
+                    f"{name}: expected None with nested tensors, which have their own offsets, got a tensor"
+                )
         (q, k, v), lengths = jagged.packed(layout, q=q, k=k, v=v)
         layout = "bshd"
     try:
@@ -80,9 +87,11 @@ def supports(
         tensors = autocast(tensors)
         if placed.is_off(tensors, numbers):
             tensors, numbers = placed.padded(tensors, numbers)
-        needs = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in differentiable(tensors))
-        centres = needs and keeps_centres(tensors, lambda t: t.requires_grad)
-        backend, slow = ops.supports(*tensors, *numbers, needs, centres, return_max_logits)
+        given = [t for t in differentiable(tensors) if t is not None]
+        gradients = torch.is_grad_enabled() and any(t.requires_grad for t in given)
+        tangents = any(arguments.has_tangent(t) for t in given)
+        centres = gradients and keeps_centres(tensors, lambda t: t.requires_grad)
+        backend, slow = ops.supports(*tensors, *numbers, gradients, tangents, centres, return_max_logits)
     except NotImplementedError as refusal:
         return Support("", str(refusal), "")
     return Support(backend, "", slow)

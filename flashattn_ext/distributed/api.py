@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .. import arguments, calls, ops
+from .. import arguments, calls, names, ops
 from ..options import AttentionOptions, CallOptions, CallTensors, keeps_centres
 from . import groups
-from .call import Settings, Tensors
+from .call import Settings, Tensors, check
 from .exchange_ops import distributed_forward
 from .groups import Group
 from .head_exchange import HeadShares
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("flashattn_ext.distributed")
 _told: set[str] = set()
 
-_call_of = calls.converter("attention")
+_call_of = calls.converter("attention", takes_unknown=True)
 
 MODES = ("auto", "ulysses", "allgather", "ring")
 # `auto` gathers keys and values up to this size on a rank, and uses the ring for more.
@@ -66,7 +66,7 @@ def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    *,
+    *more: Any,
     group: Group = None,
     mode: str = "auto",
     cu_seqlens: Tensor | None = None,
@@ -78,6 +78,8 @@ def attention(
     **options: Unpack[AttentionOptions],
 ) -> Tensor | tuple[Tensor, ...]:
     """Self-attention over a sequence that is split over ranks; differentiable. All ranks of the group must call it.
+
+    Cross attention, with keys of another sequence, is refused: give every rank all keys and values there, and call forward().
 
     Results and gradients equal flashattn_ext.forward (varlen_forward with cu_seqlens) on the whole sequence. With a given rng_seed the
     dropout mask is the same, bit for bit.
@@ -118,6 +120,8 @@ def attention(
 
     Source: the exchange of heads is DeepSpeed Ulysses (Jacobs et al. 2023), the ring is Ring Attention (Liu et al. 2023).
     """
+    if more:
+        raise names.not_an_argument("attention", {}, more)
     pg = groups.resolved(group)
     if mode not in MODES:
         raise ValueError(f"mode: expected one of {MODES}, got {mode!r}")
@@ -135,20 +139,30 @@ def attention(
     of = Sharding(_length(tensors.q, cu_seqlens, seqlen, pg), dist.get_world_size(pg), checked_kind(sharding))
     mode = mode if mode != "auto" else _chosen(tensors, of)
     batch, head = _place(call_options)
+    needs_lse, returns_max_logits = (
+        arguments.flag(name, value)
+        for name, value in (("return_lse", return_lse), ("return_max_logits", return_max_logits))
+    )
     # Centres for 16 bits only: with them a packed fp64 ring with dropout and slopes raised on one rank.
     settings = Settings(
         **{option.name: getattr(call_options, option.name) for option in RULES}, batch=batch, head=head, seqlen=of.seqlen,
-        sharding=of.kind, mode=mode, group=groups.name_of(pg), needs_lse=arguments.flag("return_lse", return_lse),
-        keeps_centres=q.dtype.itemsize == 2 and keeps_centres(tensors, lambda bias: bias.requires_grad), returns_max_logits=arguments.flag("return_max_logits", return_max_logits),
+        sharding=of.kind, mode=mode, group=groups.name_of(pg), needs_lse=needs_lse,
+        keeps_centres=q.dtype.itemsize == 2 and keeps_centres(tensors, lambda bias: bias.requires_grad), returns_max_logits=returns_max_logits,
     )  # fmt: skip
     given = Tensors(
         tensors.q, tensors.k, tensors.v, cu_seqlens, *(getattr(tensors, option.name) for option in EXTRAS),
-        _rng_state(tensors.q, call_options.dropout_p, rng_seed),
+        tensors.q.new_empty(2, dtype=torch.int64),
     )  # fmt: skip
+    if not torch.compiler.is_compiling() and call_options.dropout_p > 0:  # a call that is refused draws no seed
+        check(given, settings)
+    given = given._replace(rng_state=_rng_state(tensors.q, call_options.dropout_p, rng_seed))
     out, lse, *_, max_logits = distributed_forward(*given, *settings)
     if bhsd and cu_seqlens is None:
         out = out.transpose(1, 2)
-    return calls.results(out, lse, max_logits, return_lse, return_max_logits)
+    return calls.results(out, lse, max_logits, needs_lse, returns_max_logits)
+
+
+names.known(attention, AttentionOptions.__annotations__)
 
 
 def _check_tangents(tensors: CallTensors) -> None:

@@ -147,8 +147,16 @@ def _contents(tensors: Tensors, s: Settings) -> dict[str, Tensor]:
 
 def _check_lengths(tensors: Tensors, s: Settings) -> None:
     of, rank = sharding_of(s), dist.get_rank(group_of(s))
-    for name in ("q", "k", "v"):
-        check_length(name, getattr(tensors, name).shape[-3], of, rank)
+    rows = tensors.q.shape[-3]
+    check_length("q", rows, of, rank)
+    for name in ("k", "v"):
+        given = getattr(tensors, name).shape[-3]
+        if given != rows:
+            raise ValueError(
+                f"{name}: expected the positions of q, {rows} on rank {rank} of {of.ranks}, got {given}: the ranks share one sequence in "
+                "self-attention. For cross attention call flashattn_ext.forward on this rank's queries with the keys and values of all "
+                "ranks; torch.distributed.nn.functional.all_gather sums their gradients"
+            )
 
 
 def _check_own(tensors: Tensors, s: Settings) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 
+from .. import names
 from ..mask import Mask
 from ..module import FlashAttention
 from . import groups
@@ -43,17 +44,19 @@ class DistributedAttention(FlashAttention):
         self.sharding = checked_kind(sharding)
         self.group = groups.resolved(group)
 
+    @names.shown
     def forward(
         self,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        *,
+        *more: Any,
         bias: Tensor | None = None,
         mask: Mask | None = None,
         cu_seqlens: Tensor | None = None,
         seqlen: int | None = None,
         return_max_logits: bool = False,
+        **unknown: NoReturn,
     ) -> Any:
         """Calls distributed.attention with the options of this module.
 
@@ -76,6 +79,8 @@ class DistributedAttention(FlashAttention):
             NotImplementedError: as in distributed.attention.
             RuntimeError: as in distributed.attention.
         """
+        if more or unknown:
+            raise names.not_an_argument("DistributedAttention.forward", unknown, more)
         return attention(
             q, k, v, group=self.group, mode=self.mode, sharding=self.sharding, cu_seqlens=cu_seqlens, seqlen=seqlen,
             bias=bias, mask=mask, return_max_logits=return_max_logits, **self.call_options(q),

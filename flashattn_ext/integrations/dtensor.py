@@ -112,7 +112,7 @@ def _named(func: Any, args: Sequence[Any]) -> _Arguments:
 class _SharedCall:
     """One call of an op with DTensors: what each mesh dimension shards, and the arguments of this rank."""
 
-    def __init__(self, func: Any, args: Sequence[Any]) -> None:
+    def __init__(self, func: Any, args: Sequence[Any], warns: bool = True) -> None:
         self.func = func
         self.arguments = _named(func, args)
         self.layout = _Layout(self.arguments)
@@ -123,7 +123,7 @@ class _SharedCall:
             placements = {name: given[dim] for name, given in qkv.items()}
             ranks = self.mesh.size(dim)
             share = self.layout.share(list(placements.values()), ranks)
-            for name, placement in placements.items():
+            for name, placement in placements.items() if warns else ():
                 self.layout.warn_of_gathering(name, placement, share, ranks)
             self.shares.append(share)
 
@@ -144,10 +144,29 @@ class _SharedCall:
         # detach(): autograd would call detach_ on the result, for which torch 2.11 has no sharding strategy.
         return value.detach().redistribute(self.mesh, self.placements(name, value)).to_local()
 
+    def stand_in(self, name: str, value: Any) -> Any:
+        """What local() returns, without communication: a tensor of its shape, without its values if they would have to be sent."""
+        if not isinstance(value, DTensor):
+            return value
+        placements = self.placements(name, value)
+        if list(value.placements) == placements:
+            return value.to_local()
+        shape = list(value.shape)
+        for mesh_dim, placement in enumerate(placements):
+            if isinstance(placement, Shard):
+                shape[placement.dim] = self._share(mesh_dim, shape[placement.dim])[1]
+        return value.to_local().new_empty(()).expand(shape)
+
     def run(self) -> Any:
-        local = {name: self.local(name, value) for name, value in self.arguments.items()}
+        return self._run({name: self.local(name, value) for name, value in self.arguments.items()})
+
+    def run_without_values(self) -> Any:
+        """For an op that reads no elements of its tensors."""
+        return self._run({name: self.stand_in(name, value) for name, value in self.arguments.items()})
+
+    def _run(self, local: _Arguments) -> Any:
         # Inside torch.compile a symbolic dropout_p is passed in `scalars`, and the argument dropout_p is 0.
-        if self.arguments["dropout_p"] > 0 or self.arguments["scalars"]:
+        if self.arguments["dropout_p"] > 0 or self.arguments.get("scalars"):
             local["origin"] = self._origin()
         return self.func(*local.values())
 
@@ -162,10 +181,15 @@ class _SharedCall:
         """The start of this rank's shard of a dimension of `size`; mesh dimensions that shard the same dimension apply in order."""
         begin = 0
         for dim in (dim for dim, it_shares in enumerate(self.shares) if it_shares == share):
-            chunk = -(-size // self.mesh.size(dim))
-            skipped = min(chunk * self.mesh.get_local_rank(dim), size)
-            begin, size = begin + skipped, min(chunk, size - skipped)
+            skipped, size = self._share(dim, size)
+            begin += skipped
         return begin
+
+    def _share(self, mesh_dim: int, size: int) -> tuple[int, int]:
+        """Where this rank's share of `size` rows begins, and its length."""
+        chunk = -(-size // self.mesh.size(mesh_dim))
+        begin = min(chunk * self.mesh.get_local_rank(mesh_dim), size)
+        return begin, min(chunk, size - begin)
 
     def whole(self, name: str, local: Tensor, like: Tensor) -> DTensor:
         """The local result `local`, shaped like the named tensor `like`, as a DTensor.
@@ -240,6 +264,11 @@ def _state_of_a_seed(_cls: Any, func: Any, _types: Any, args: Sequence[Any], _kw
     return state
 
 
+def _supports(_cls: Any, func: Any, _types: Any, args: Sequence[Any], _kwargs: Any) -> Any:
+    """What this rank's call would run on."""
+    return _SharedCall(func, args, warns=False).run_without_values()
+
+
 _RULES: dict[str, Callable[..., Any]] = {
     "forward": _forward,
     "backward": _backward,
@@ -247,6 +276,7 @@ _RULES: dict[str, Callable[..., Any]] = {
     "second": _backward,
     "dropout_mask": _on_every_rank,
     "rng_state": _state_of_a_seed,
+    "supports": _supports,
 }
 for _name, _rule in _RULES.items():
     torch.library.register_torch_dispatch(f"flashattn_ext::{_name}", DTensor, _rule)

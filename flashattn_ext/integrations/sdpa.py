@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import api
+from .. import api, arguments
 from .._build import build_info
 from ..mask import Mask
 
@@ -49,27 +49,44 @@ class Report:
 class Activation:
     """Result of activate(): already in force; as a context manager it restores the previous state at the end of a with block.
 
-    `report` is the Report, or None without report=True; `with activate(...) as report` binds it. Not made by users.
+    A with block after the first one puts it in force again. `report` is the Report, or None without report=True; `with activate(...)
+    as report` binds it. Not made by users.
     """
 
-    def __init__(self, before: Activation | str | None, report: Report | None) -> None:
-        self._before = (
-            before  # what was active: an Activation of this module, the name of another implementation, or None
-        )
+    def __init__(self, report: Report | None) -> None:
         self.report = report
+        self._before: list[Activation | None] = []  # what was active at each begin that has not ended
+        self._begin()
+        self._is_entered = False
+
+    def _begin(self) -> None:
+        global _current, _outside
+        registry = _registry()
+        is_active = _is_active()
+        if not is_active:
+            _outside = registry.current_flash_attention_impl()
+            registry.register_flash_attention_impl(NAME, register_fn=_Registration)
+            registry.activate_flash_attention_impl(NAME)
+        self._before.append(_current if is_active else None)
+        _current = self
 
     def __enter__(self) -> Report | None:
+        if self._is_entered or _current is not self or not _is_active():  # not the begin of activate()
+            self._begin()
+        self._is_entered = True
         return self.report
 
     def __exit__(self, *_error: Any) -> None:
         global _current
-        if isinstance(self._before, Activation) and _is_active():
-            _current = self._before
+        before = self._before.pop()
+        if before is not None and _is_active():
+            _current = before
         else:
             restore()
 
 
 _current: Activation | None = None
+_outside: str | None = None  # the name of another implementation that was active before the first Activation
 
 
 def activate(report: bool = False) -> Activation:
@@ -86,16 +103,10 @@ def activate(report: bool = False) -> Activation:
         An Activation: a context manager that undoes this, with the attribute `report` (a Report or None).
 
     Raises:
+        TypeError: report is not a bool.
         RuntimeError: torch is older than 2.10, which has no registry of attention implementations.
     """
-    global _current
-    registry = _registry()
-    before: Activation | str | None = _current if _is_active() else registry.current_flash_attention_impl()
-    if not _is_active():
-        registry.register_flash_attention_impl(NAME, register_fn=_Registration)
-        registry.activate_flash_attention_impl(NAME)
-    _current = Activation(before, Report() if report else None)
-    return _current
+    return Activation(Report() if arguments.flag("report", report) else None)
 
 
 def restore() -> None:
@@ -104,16 +115,13 @@ def restore() -> None:
     Raises:
         RuntimeError: torch is older than 2.10, which has no registry of attention implementations.
     """
-    global _current
+    global _current, _outside
     registry = _registry()
-    first = _current
-    while first is not None and isinstance(first._before, Activation):
-        first = first._before
-    _current = None
+    outside, _current, _outside = _outside, None, None
     if registry.current_flash_attention_impl() == NAME:
         registry.restore_flash_attention_impl()
-        if first is not None and isinstance(first._before, str):
-            registry.activate_flash_attention_impl(first._before)
+        if outside is not None:
+            registry.activate_flash_attention_impl(outside)
     _forget(NAME)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import numpy
@@ -243,3 +244,49 @@ def test_a_module_checks_its_arguments_when_it_is_made(error: type[Exception], o
     (name, *_) = options
     with pytest.raises(error, match=name):
         FlashAttention(**options)
+
+
+def _packed_call() -> dict[str, Any]:
+    rows, starts = torch.randn(3, 2, 8), packed_starts()[:2].clamp(max=3)
+    return dict(q=rows, k=rows, v=rows, cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=3, max_seqlen_k=3)
+
+
+def _public_calls() -> dict[str, dict[str, Any]]:
+    """A good call of every public function of tensors."""
+    q = torch.randn(1, 3, 2, 8)
+    packed = _packed_call()
+    starts = {name: packed[name] for name in ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")}
+    dense, cached = dict(q=q, k=q, v=q), dict(q=q, k_cache=q, v_cache=q)
+    return {
+        **{name: dense for name in ("forward", "supports", "attention_reference", "flash_attn_func", "flash_attention_npu")},
+        "varlen_forward": packed, "flash_attn_varlen_func": packed,
+        "backward": dict(dout=q, **dense, out=q, lse=torch.zeros(1, 2, 3)),
+        "attention_weights": dict(q=q, k=q, rows=[0]),
+        "flash_attn_qkvpacked_func": dict(qkv=torch.randn(1, 3, 3, 2, 8)),
+        "flash_attn_kvpacked_func": dict(q=q, kv=torch.randn(1, 3, 2, 2, 8)),
+        "flash_attn_varlen_qkvpacked_func": dict(qkv=torch.randn(3, 3, 2, 8), cu_seqlens=packed["cu_seqlens_q"], max_seqlen=3),
+        "flash_attn_varlen_kvpacked_func": dict(q=packed["q"], kv=torch.randn(3, 2, 2, 8), **starts),
+        "flash_attn_with_kvcache": cached, "kvcache_reference": cached,
+        "quantize_fp8": dict(x=q, heads_dim=2), "t5_relative_bias": dict(table=torch.randn(8, 2), L=3),
+    }  # fmt: skip
+
+
+TENSOR_OPTIONS = {
+    "sink", "alibi_slopes", "relative_bias", "bias", "descale_q", "descale_k", "descale_v", "dlse", "k", "v", "rotary_cos",
+    "rotary_sin", "cache_batch_idx", "cache_leftpad", "block_table", "rows",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("function", _public_calls())
+def test_every_tensor_that_is_none_or_a_list(function: str) -> None:
+    """FlashAttention, the references and the packed spellings raised AttributeError."""
+    call, good = getattr(flashattn_ext, function), _public_calls()[function]
+    call(**good)
+    tensors = [name for name, value in good.items() if isinstance(value, torch.Tensor) or name == "rows"]
+    optional = TENSOR_OPTIONS & inspect.signature(call).parameters.keys() - {*good}
+    assert tensors
+    cases = [(name, value) for name in {*tensors, *optional} for value in (3.5, "x")]
+    cases += [(name, None) for name in tensors if name != "dout"]
+    for name, value in cases:
+        with pytest.raises(TypeError, match=rf"\b{name}: expected "):
+            call(**{**good, name: value})

@@ -71,15 +71,15 @@ SHARED = [
     row(TypeError, "sink float", sink=0.5),
     row(TypeError, "sink list", sink=[0.0] * 4),
     # dtypes
-    row(TypeError, "q Long", q=cast("q", torch.int64), k=cast("k", torch.int64), v=cast("v", torch.int64)),
-    row(TypeError, "q Bool", q=cast("q", torch.bool), k=cast("k", torch.bool), v=cast("v", torch.bool)),
-    row(TypeError, "q Complex", q=cast("q", torch.cfloat), k=cast("k", torch.cfloat), v=cast("v", torch.cfloat)),
-    row(TypeError, "q Float8", **{n: cast(n, torch.float8_e5m2) for n in "qkv"}),
-    row(TypeError, "k Half Float", k=cast("k", torch.float16)),
-    row(TypeError, "v BFloat16 Float", v=cast("v", torch.bfloat16)),
-    row(TypeError, "Half Float", q=cast("q", torch.float16)),
-    row(TypeError, "sink Int", sink=new(4, dtype=torch.int32)),
-    row(TypeError, "sink Bool", sink=new(4, dtype=torch.bool)),
+    row(TypeError, "q int64", q=cast("q", torch.int64), k=cast("k", torch.int64), v=cast("v", torch.int64)),
+    row(TypeError, "q bool", q=cast("q", torch.bool), k=cast("k", torch.bool), v=cast("v", torch.bool)),
+    row(TypeError, "q complex64", q=cast("q", torch.cfloat), k=cast("k", torch.cfloat), v=cast("v", torch.cfloat)),
+    row(TypeError, "q float8_e5m2", **{n: cast(n, torch.float8_e5m2) for n in "qkv"}),
+    row(TypeError, "k float16 float32", k=cast("k", torch.float16)),
+    row(TypeError, "v bfloat16 float32", v=cast("v", torch.bfloat16)),
+    row(TypeError, "float16 float32", q=cast("q", torch.float16)),
+    row(TypeError, "sink int32", sink=new(4, dtype=torch.int32)),
+    row(TypeError, "sink bool", sink=new(4, dtype=torch.bool)),
     # sinks
     row(ValueError, "sink 4 3", sink=new(3)),
     row(ValueError, "sink 4 1", sink=new(4, 1)),
@@ -87,16 +87,16 @@ SHARED = [
     row(ValueError, "sink smooth_softmax", sink=new(4), smooth_softmax=True),
     # biases
     row(TypeError, "alibi_slopes float", alibi_slopes=0.5),
-    row(TypeError, "alibi_slopes Float Half", alibi_slopes=new(4, dtype=torch.float16)),
-    row(TypeError, "alibi_slopes Float Double", alibi_slopes=new(4, dtype=torch.float64)),
-    row(TypeError, "alibi_slopes Float Int", alibi_slopes=new(4, dtype=torch.int32)),
+    row(TypeError, "alibi_slopes float32 float16", alibi_slopes=new(4, dtype=torch.float16)),
+    row(TypeError, "alibi_slopes float32 float64", alibi_slopes=new(4, dtype=torch.float64)),
+    row(TypeError, "alibi_slopes float32 int32", alibi_slopes=new(4, dtype=torch.int32)),
     row(ValueError, "alibi_slopes [4] [2, 4] [3]", alibi_slopes=new(3)),
     row(ValueError, "alibi_slopes [4] [2, 4] [3, 4]", alibi_slopes=new(3, 4)),
     row(ValueError, "alibi_slopes [4] [2, 4] [1, 4]", alibi_slopes=new(1, 4)),
     row(ValueError, "alibi_slopes [4] [2, 4] [4, 2]", alibi_slopes=new(4, 2)),
     row(ValueError, "alibi_slopes [4] [2, 4] []", alibi_slopes=new()),
     row(TypeError, "relative_bias list", relative_bias=[[0.0]] * 4),
-    row(TypeError, "relative_bias floating Int", relative_bias=new(4, 5, dtype=torch.int32)),
+    row(TypeError, "relative_bias floating int32", relative_bias=new(4, 5, dtype=torch.int32)),
     row(ValueError, "relative_bias [4, 2 L + 1] [3, 5]", relative_bias=new(3, 5)),
     row(ValueError, "relative_bias [4, 2 L + 1] [5]", relative_bias=new(5)),
     row(ValueError, "relative_bias odd got 6 [4, 6]", relative_bias=new(4, 6)),
@@ -151,8 +151,8 @@ DENSE = [
     row(ValueError, "v 600 512", v=new(2, 7, 2, 600)),
     row(ValueError, "q 0", q=new(2, 5, 4, 0), k=new(2, 7, 2, 0)),
     row(ValueError, "v 0", v=new(2, 7, 2, 0)),
-    row(TypeError, "bias Float Half", bias=new(1, 4, 5, 7, dtype=torch.float16)),
-    row(TypeError, "bias Float Bool", bias=new(1, 4, 5, 7, dtype=torch.bool)),
+    row(TypeError, "bias float32 float16", bias=new(1, 4, 5, 7, dtype=torch.float16)),
+    row(TypeError, "bias float32 bool", bias=new(1, 4, 5, 7, dtype=torch.bool)),
     row(ValueError, "bias [2 or 1, 4 or 1, 5 or 1, 7] [5, 7]", bias=new(5, 7)),
     row(ValueError, "bias [2 or 1, 4 or 1, 5 or 1, 7] [4, 5, 7]", bias=new(4, 5, 7)),
     row(ValueError, "bias [2 or 1, 4 or 1, 5 or 1, 7] [3, 4, 5, 7]", bias=new(3, 4, 5, 7)),
@@ -177,8 +177,8 @@ VARLEN = [
     row(ValueError, "k 16 8", k=new(11, 2, 8)),
     row(TypeError, "cu_seqlens_q list", cu_seqlens_q=[0, 4, 9]),
     row(TypeError, "cu_seqlens_k NoneType", cu_seqlens_k=None),
-    row(TypeError, "cu_seqlens_q int32 Long", cu_seqlens_q=cast("cu_seqlens_q", torch.int64)),
-    row(TypeError, "cu_seqlens_k int32 Float", cu_seqlens_k=cast("cu_seqlens_k", torch.float32)),
+    row(TypeError, "cu_seqlens_q int32 int64", cu_seqlens_q=cast("cu_seqlens_q", torch.int64)),
+    row(TypeError, "cu_seqlens_k int32 float32", cu_seqlens_k=cast("cu_seqlens_k", torch.float32)),
     row(ValueError, "cu_seqlens_q [1, 3]", cu_seqlens_q=lambda a: a["cu_seqlens_q"][None]),
     row(ValueError, "cu_seqlens_k [0]", cu_seqlens_k=new(0, dtype=torch.int32)),
     row(ValueError, "cu_seqlens_k 3 4", cu_seqlens_k=starts(0, 2, 8, 11)),
@@ -273,9 +273,9 @@ BACKWARD = [
     row(ValueError, "out [2, 5, 4, 24] [2, 4, 5, 24]", out=new(2, 4, 5, 24)),
     row(ValueError, "lse [2, 4, 5] [2, 5, 4]", lse=new(2, 5, 4)),
     row(ValueError, "dlse [2, 4, 5] [4, 5]", dlse=new(4, 5)),
-    row(TypeError, "dout Half Float", dout=cast("dout", torch.float16)),
-    row(TypeError, "out Half Float", out=cast("out", torch.float16)),
-    row(TypeError, "lse Half Float", lse=cast("lse", torch.float16)),
+    row(TypeError, "dout float16 float32", dout=cast("dout", torch.float16)),
+    row(TypeError, "out float16 float32", out=cast("out", torch.float16)),
+    row(TypeError, "lse float16 float32", lse=cast("lse", torch.float16)),
     row(ValueError, "rng_seed None", rng_seed=None, dropout_p=0.1),
 ]
 
@@ -295,6 +295,44 @@ def test_backward_of_meta_tensors(bad: Row) -> None:
 @pytest.mark.parametrize("bad", SHARED, ids=names(SHARED))
 def test_backward_checks_what_forward_checks(device: str, bad: Row) -> None:
     assert_rejected(flashattn_ext.backward, backward_call(device), bad)
+
+
+# The rows whose changes are arguments of attention_weights.
+OF_OTHERS = {"v", "dropout_p", "rng_seed"}
+WEIGHTS = [r for r in SHARED + DENSE if not OF_OTHERS & {*r.change(dense_call("cpu")), *r.words}]
+WEIGHTS += [
+    row(TypeError, "q float8_e5m2", **{n: cast(n, torch.float8_e5m2) for n in "qk"}),
+    row(TypeError, "k float16", k=cast("k", torch.float16)),
+    row(ValueError, "bias 7 1", bias=new(1, 1, 1, 1)),
+    row(ValueError, "q 513 512", q=new(2, 5, 4, 513), k=new(2, 7, 2, 513)),
+    row(ValueError, "origin (0, 0, 1)", origin=(0, 0, 1)),
+]
+
+
+@pytest.mark.parametrize("bad", WEIGHTS, ids=names(WEIGHTS))
+def test_attention_weights_checks_what_forward_checks(device: str, bad: Row) -> None:
+    good = {name: t for name, t in dense_call(device).items() if name != "v"}
+    assert_rejected(lambda **given: flashattn_ext.attention_weights(rows=[0, 3], **given), good, bad)
+    given = {**good, **bad.change(good)}
+    with pytest.raises(bad.error) as of_weights:
+        flashattn_ext.attention_weights(rows=[0, 3], **given)
+    if isinstance(given["k"], torch.Tensor):  # the checks of shapes and values are those of one function
+        with pytest.raises(bad.error) as of_forward:
+            flashattn_ext.forward(v=given["k"], **given)
+        assert str(of_weights.value) == str(of_forward.value)
+
+
+@pytest.mark.parametrize("name", ["k", "sink", "alibi_slopes", "relative_bias", "bias", "mask"])
+def test_attention_weights_of_tensors_on_different_devices(device: str, name: str) -> None:
+    tensors = {
+        **{n: t for n, t in dense_call(device).items() if n != "v"},
+        "sink": torch.zeros(4, device=device), "alibi_slopes": torch.zeros(4, device=device),
+        "relative_bias": torch.zeros(4, 3, device=device), "bias": torch.zeros(1, 1, 1, 7, device=device),
+        "mask": Mask.chunked(2, 5, 7, device=device),
+    }  # fmt: skip
+    flashattn_ext.attention_weights(rows=[0], **tensors)
+    with pytest.raises(ValueError, match=rf"^{name}: .*{device}.*meta"):
+        flashattn_ext.attention_weights(rows=[0], **{**tensors, name: tensors[name].to("meta")})
 
 
 MASK = [
@@ -349,10 +387,10 @@ def test_cu_seqlens_on_another_device(device: str, name: str) -> None:
             torch.zeros(1, 1, 7, 2),
             torch.zeros(1, 1, 2, 4),
             TypeError,
-            "mask: expected intervals of dtype int32, got Float",
+            "mask: expected intervals of dtype int32, got float32",
         ),
         (torch.zeros(1, 1, 7, 2).int(), None, ValueError, "mask_intervals and mask_extremes must be given together"),
-        (torch.zeros(1, 1, 7, 2).int(), torch.zeros(1, 1, 2, 4), ValueError, "mask_extremes: .* got Float"),
+        (torch.zeros(1, 1, 7, 2).int(), torch.zeros(1, 1, 2, 4), ValueError, "mask_extremes: .* got float32"),
         (torch.zeros(1, 1, 7, 2).int(), torch.zeros(1, 1, 1, 4).int(), ValueError, r"mask_extremes: .*\[1, 1, 2, 4\]"),
         (torch.zeros(1, 1, 7, 2).int(), torch.zeros(2, 1, 2, 4).int(), ValueError, r"mask_extremes: .*\[1, 1, 2, 4\]"),
     ],

@@ -186,3 +186,74 @@ def test_a_drawn_mask_with_a_changing_probability(device: str) -> None:
         kept = (compiled(q, q, v, dropout_p=p) > 0).float().mean().item()
         assert abs(kept - (1 - p)) < 0.02
     assert counter.frame_count <= 2
+
+
+def number(values: torch.Tensor) -> Any:
+    """A number that the compiler does not know: the value of an element that the graph computes."""
+    return (values + 0).max().item()
+
+
+def packed_by_lengths(q: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    starts, longest = torch.nn.functional.pad(lengths.cumsum(0).int(), (1, 0)), number(lengths)
+    return flashattn_ext.varlen_forward(q, q, q, starts, starts, longest, longest, causal=True)
+
+
+def packed_of_flash_attn(q: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    starts, longest = torch.nn.functional.pad(lengths.cumsum(0).int(), (1, 0)), number(lengths)
+    return flashattn_ext.flash_attn_varlen_func(q, q, q, starts, starts, longest, longest, window_size=(longest, 0))
+
+
+def step_with_cache(q: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    return flashattn_ext.flash_attn_with_kvcache(
+        q[None, :1], q[None], q[None], cache_seqlens=number(lengths), num_splits=number(lengths)
+    )
+
+
+def with_option(**options: Callable[[Any], Any]) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    def call(q: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        given = {name: make(number(lengths)) for name, make in options.items()}
+        return flashattn_ext.forward(q[None], q[None], q[None], **given)
+
+    return call
+
+
+FROM_ITEM: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "max_seqlen": packed_by_lengths,
+    "max_seqlen of flash-attn": packed_of_flash_attn,
+    "window_size": with_option(window_size=lambda n: (n, 0)),
+    "window_size of flash-attn": lambda q, n: flashattn_ext.flash_attn_func(
+        q[None], q[None], q[None], window_size=(number(n), -7)
+    ),
+    "rng_seed": with_option(rng_seed=lambda n: n, dropout_p=lambda n: 0.5),
+    "origin": with_option(origin=lambda n: (0, 0, n, 0), causal=lambda n: True),
+    "softmax_scale": with_option(softmax_scale=lambda n: n / 16),
+    "cache_seqlens": step_with_cache,
+}
+
+
+@pytest.mark.parametrize("name", FROM_ITEM)
+@torch._dynamo.config.patch(capture_scalar_outputs=True)
+def test_numbers_of_the_graph_itself(device: str, name: str) -> None:
+    """A comparison with the range of 64 bits asked for their values: no graph without a break."""
+    call, q = FROM_ITEM[name], torch.randn(10, HEADS, DIM, device=device, requires_grad=name != "cache_seqlens")
+    compiled, counter = compile_counting(call, "aot_eager")
+    for lengths in ([4, 6], [3, 7], [1, 9]):
+        given = torch.tensor(lengths, device=device)
+        out, expected = compiled(q, given), call(q, given)
+        assert torch.equal(out, expected)
+        if q.requires_grad:
+            got, wanted = (torch.autograd.grad(t.square().sum(), q)[0] for t in (out, expected))
+            torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6)
+    assert counter.frame_count == 1
+
+
+@torch._dynamo.config.patch(capture_scalar_outputs=True)
+def test_a_number_of_the_graph_is_checked_when_it_runs() -> None:
+    q = torch.randn(10, HEADS, DIM)
+    compiled, _ = compile_counting(with_option(window_size=lambda n: (n - 9, 0)), "aot_eager")
+    compiled(q, torch.tensor([4, 9]))
+    with pytest.raises((RuntimeError, ValueError)):
+        compiled(q, torch.tensor([4, 7]))  # a window of -2
+    compiled, _ = compile_counting(lambda q, n: step_with_cache(q, n - 9), "aot_eager")
+    with pytest.raises((RuntimeError, ValueError)):
+        compiled(q, torch.tensor([4, 8]))  # -1 is not the whole cache

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import io
+import math
+import pickle
 
 import pytest
 import torch
+from torch import nn
 
 import flashattn_ext
 from flashattn_ext import FlashAttention
@@ -108,3 +112,60 @@ def test_head_dim_is_checked(device: str) -> None:
 def test_shows_its_options() -> None:
     text = repr(FlashAttention(head_dim=64, dropout=0.25, causal=True))
     assert "64" in text and "0.25" in text and "causal" in text
+
+
+def test_the_repr_has_every_option() -> None:
+    text = repr(FlashAttention(head_dim=64, window_size=(7, 0), softcap=2.0, invariant=True))
+    assert "window_size=(7, 0)" in text and "softcap=2.0" in text and "invariant=True" in text
+
+
+@pytest.mark.parametrize("q", [None, [1.0], 3])
+def test_q_that_is_no_tensor(q: object) -> None:
+    k = torch.randn(1, 3, 2, 64)
+    for attn in (FlashAttention(64), FlashAttention(64, alibi_slopes=torch.ones(2))):
+        with pytest.raises(TypeError, match=f"^q: expected a torch.Tensor, got {type(q).__name__}"):
+            attn(q, k, k)
+    with pytest.raises(ValueError, match="head_dim=64"):
+        FlashAttention(64)(torch.tensor(1.0), k, k)
+
+
+def test_fp8_with_slopes_is_refused_in_words() -> None:
+    """torch does not promote float8, which raised its own error."""
+    q = torch.randn(1, 3, 2, 64).to(torch.float8_e4m3fn)
+    with pytest.raises(NotImplementedError, match="alibi_slopes: a bias is not implemented for float8_e4m3fn"):
+        FlashAttention(64, alibi_slopes=torch.ones(2))(q, q, q)
+
+
+def given() -> dict[str, torch.Tensor]:
+    return {"alibi_slopes": torch.tensor([0.25, 0.5]), "relative_bias": torch.arange(6.0).view(2, 3)}
+
+
+@pytest.mark.parametrize("learned", [False, True])
+def test_reset_parameters_makes_the_module_new(learned: bool, device: str) -> None:
+    tensors = {name: nn.Parameter(t.to(device)) if learned else t.to(device) for name, t in given().items()}
+    attn = FlashAttention(64, learnable_sink=True, num_heads=2, **tensors).to(device)
+    names = ["sink", "alibi_slopes", "relative_bias"]
+    parameters = dict(attn.named_parameters())
+    for spoilt in (attn, copy.deepcopy(attn), pickle.loads(pickle.dumps(attn)), attn.half()):
+        with torch.no_grad():
+            for name in names:
+                getattr(spoilt, name).fill_(math.nan)
+        spoilt.reset_parameters()
+        for name, expected in {"sink": torch.zeros(2), **given()}.items():
+            assert torch.equal(getattr(spoilt, name).float().cpu(), expected)
+    assert all(getattr(attn, name) is parameter for name, parameter in parameters.items())
+    FlashAttention(64).reset_parameters()  # has none
+
+
+def test_a_module_of_the_meta_device() -> None:
+    with torch.device("meta"):
+        attn = FlashAttention(
+            64, learnable_sink=True, num_heads=2, alibi_slopes=torch.tensor([0.25, 0.5], device="cpu")
+        )
+        without_values = FlashAttention(64, learnable_sink=True, num_heads=2, relative_bias=torch.zeros(2, 3))
+    attn.to_empty(device="cpu")
+    attn.reset_parameters()
+    assert not attn.sink.any() and torch.equal(attn.alibi_slopes, torch.tensor([0.25, 0.5]))
+    without_values.to_empty(device="cpu")
+    with pytest.raises(RuntimeError, match=r"relative_bias: was given on the meta device.*give it on the CPU"):
+        without_values.reset_parameters()

@@ -179,3 +179,70 @@ def test_a_part_with_its_origin_computes_what_the_whole_computes_there() -> None
     assert (~reached).any()
     heads = attention_reference(q[1:, :, 2:], k[1:, :, 2:], v[1:, :, 2:], **options, origin=(1, 2))
     torch.testing.assert_close(heads[0], attention_reference(q, k, v, **options)[1, :, 2:])
+
+
+@pytest.mark.parametrize("size", [-1e9, -2.5e38, -torch.finfo(torch.float32).max, 3e38])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rows_whose_keys_all_have_a_large_bias(size: float, dtype: torch.dtype) -> None:
+    """exp(logit - lse) is 1 for each of n such keys, because lse rounds to the bias: out and the gradients were n times too large."""
+    q, k, v = (t.to(dtype).requires_grad_() for t in inputs(4, 50))
+    bias = torch.full((1, 1, 1, 50), size, dtype=dtype, requires_grad=True)
+    out, lse = attention_reference(q, k, v, bias=bias, return_lse=True)
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) / math.sqrt(5) + bias
+    expected = torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(lse, torch.full_like(lse, size))
+    dout, dlse = torch.randn_like(out), torch.randn_like(lse)
+    got = torch.autograd.grad([out, lse], [q, k, v, bias], [dout, dlse], create_graph=True)
+    # The gradient of the logits is p (dp - <dout, out> + dlse).
+    weights, dp = scores.softmax(-1), torch.einsum("bihd,bjhd->bhij", dout, v)
+    ds = weights * (dp - torch.einsum("bihd,bihd->bhi", dout, expected)[..., None] + dlse[..., None])
+    of_scores = torch.autograd.grad(scores, [q, k, bias], ds, retain_graph=True)
+    of_v = torch.einsum("bhij,bihd->bjhd", weights, dout)
+    for a, b in zip(got, (*of_scores[:2], of_v, of_scores[2]), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    # And the derivative of the gradients, in which a weight of 1 for each key would show again.
+    x = torch.randn_like(q)
+    (second,) = torch.autograd.grad((got[0] * x).sum(), v, retain_graph=True)
+    (expected_second,) = torch.autograd.grad(
+        (torch.autograd.grad(expected, q, dout, create_graph=True)[0] * x).sum(), v
+    )
+    torch.testing.assert_close(second, expected_second, rtol=1e-4, atol=1e-5)
+
+
+def test_a_sum_of_biases_beyond_the_range_hides_no_key() -> None:
+    least = torch.finfo(torch.float32).min
+    q, k, v = (t.float().requires_grad_() for t in inputs(3, 6, B=1))
+    relative = torch.full((2, 3), least, requires_grad=True)
+    bias = torch.full((1, 1, 1, 6), least, requires_grad=True)
+    out, lse = attention_reference(q, k, v, relative_bias=relative, bias=bias, return_lse=True)
+    torch.testing.assert_close(out, v.mean(1, keepdim=True).expand_as(out))
+    assert (lse == least).all()
+    dout = torch.randn_like(out)
+    got = torch.autograd.grad(out, [v, bias], dout)
+    torch.testing.assert_close(got[0], (dout.sum(1, keepdim=True) / 6).expand_as(v))
+    dp = torch.einsum("bihd,bjhd->bhij", dout, v)
+    ds = (dp - dp.mean(-1, keepdim=True)) / 6
+    torch.testing.assert_close(got[1], ds.sum((0, 1, 2), keepdim=True))
+    mixed = torch.tensor([least, least, least, 3e38, 0.0, least]).expand(1, 1, 1, 6)
+    out = attention_reference(q, k, v, relative_bias=relative.detach() * 0.9, bias=mixed)
+    torch.testing.assert_close(out, v[:, 3:4].expand_as(out))
+
+
+def test_sinks_at_the_ends_of_the_range() -> None:
+    q, k, v = (t.float() for t in inputs(3, 6))
+    out, lse = attention_reference(q, k, v, sink=torch.tensor([3e38, -3e38]), return_lse=True)
+    plain, plain_lse = attention_reference(q, k, v, return_lse=True)
+    assert not out[:, :, 0].any() and (lse[:, 0] == 3e38).all()
+    torch.testing.assert_close(out[:, :, 1], plain[:, :, 1])
+    torch.testing.assert_close(lse[:, 1], plain_lse[:, 1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_autocast_rounds_nothing(dtype: torch.dtype) -> None:
+    q, k, v = (8 * t.to(dtype) for t in inputs(4, 50))
+    expected = attention_reference(q, k, v, causal=True, return_lse=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = attention_reference(q, k, v, causal=True, return_lse=True)
+    for a, b in zip(got, expected, strict=True):
+        assert a.dtype == b.dtype and torch.equal(a, b)

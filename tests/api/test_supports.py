@@ -177,6 +177,80 @@ def test_a_gradient_of_slopes_that_is_not_taken(device: str) -> None:
         assert flashattn_ext.supports(q, k, v, alibi_slopes=slopes).slow == ""
 
 
+def outcome(call: Any) -> tuple[str, str] | None:
+    """Type and text of the error that a call raises, None if it runs."""
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return None
+
+
+def of_supports(*tensors: Any, **options: Any) -> tuple[str, str] | None:
+    try:
+        refusal = flashattn_ext.supports(*tensors, **options).refusal
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return ("NotImplementedError", refusal) if refusal else None
+
+
+def fp8(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    return [t.to(torch.float8_e4m3fn) for t in tensors]
+
+
+def dual(t: torch.Tensor) -> torch.Tensor:
+    return torch.autograd.forward_ad.make_dual(t, torch.ones_like(t))
+
+
+LEARNED_SINK: dict[str, Any] = {"sink": torch.zeros(2, requires_grad=True)}
+SAME_TEXT: dict[str, tuple[str, dict[str, Any]]] = {
+    "runs": ("plain", {}),
+    "fp8 runs": ("fp8", {}),
+    "fp8, a gradient": ("fp8", LEARNED_SINK),
+    "fp8, a gradient and dropout": ("fp8", LEARNED_SINK | {"dropout_p": 0.1, "rng_seed": 3}),
+    "fp8, a gradient and a wrong shape": ("fp8", {"sink": torch.zeros(3, requires_grad=True)}),
+    "fp8, dropout": ("fp8", {"dropout_p": 0.1}),
+    "fp8, slopes": ("fp8", {"alibi_slopes": torch.zeros(2)}),
+    "fp8, a bias": ("fp8", {"bias": torch.zeros(1, 1, 1, 3)}),
+    "invariant with an origin": ("plain", {"invariant": True, "origin": (0, 0, 3, 3)}),
+    "invariant with an origin, gradients": ("learned", {"invariant": True, "origin": (0, 0, 3, 3)}),
+    "a sink of other heads": ("plain", {"sink": torch.zeros(3)}),
+    "a dtype": ("plain", {"alibi_slopes": torch.zeros(2).half()}),
+    "a seed": ("plain", {"rng_seed": 1 << 70}),
+    "a flag": ("plain", {"return_lse": 1}),
+    "a layout": ("plain", {"layout": "sbhd"}),
+    "no tensor": ("none", {}),
+}
+
+
+@pytest.mark.parametrize("name", SAME_TEXT)
+def test_texts_are_those_of_the_call(name: str) -> None:
+    kind, options = SAME_TEXT[name]
+    q = torch.randn(1, 3, 2, 16, requires_grad=kind == "learned")
+    tensors = {"fp8": fp8(q, q, q), "none": [None, q, q]}.get(kind, [q, q, q])
+    assert of_supports(*tensors, **options) == outcome(lambda: flashattn_ext.forward(*tensors, **options))
+
+
+def test_tangents_of_fp8_calls() -> None:
+    q = fp8(torch.randn(1, 3, 2, 16))[0]
+    with torch.autograd.forward_ad.dual_level():
+        sink = dual(torch.zeros(2))
+        expected = outcome(lambda: flashattn_ext.forward(q, q, q, sink=sink))
+        assert expected is not None and of_supports(q, q, q, sink=sink) == expected
+        wide = torch.randn(1, 3, 2, 16)
+        assert flashattn_ext.supports(dual(wide), wide, wide)
+
+
+def test_lengths_beside_nested_tensors() -> None:
+    nested = torch.nested.nested_tensor([torch.randn(n, 2, 16) for n in (3, 5)], layout=torch.jagged)
+    starts = cu_seqlens([3, 5], "cpu")
+    with pytest.raises(ValueError, match="cu_seqlens_q: expected None with nested tensors"):
+        flashattn_ext.supports(nested, nested, nested, cu_seqlens_q=starts, cu_seqlens_k=starts)
+    for function in (flashattn_ext.forward, flashattn_ext.supports):
+        with pytest.raises(ValueError, match="layout: expected one of"):
+            function(nested, nested, nested, layout="sbhd")
+
+
 def test_refusals_are_the_errors_of_the_call() -> None:
     q = torch.randn(1, 3, 2, 16)
     fp8 = q.to(torch.float8_e4m3fn)

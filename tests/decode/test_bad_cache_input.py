@@ -136,6 +136,25 @@ def test_refuses_to_append_to_caches_that_share_memory(name: str, device: str) -
     assert torch.equal(flashattn_ext.flash_attn_with_kvcache(**given), expected)
 
 
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"k_cache": torch.randn(2, 32, 2, 16).half()}, r"k_cache: expected the dtype of q \(float32\), got float16"),
+        (
+            {"q": torch.randn(2, 1, 4, 16).bfloat16()},
+            r"k_cache: expected the dtype of q \(bfloat16\) or float8_e4m3fn, got float32",
+        ),
+        ({"k": torch.randn(2, 1, 2, 16).double()}, r"k: expected the dtype of q \(float32\), got float64"),
+        ({"cache_seqlens": torch.tensor([3, 7])}, r"cache_seqlens: expected dtype int32, got int64"),
+        ({"cache_leftpad": torch.zeros(2)}, r"cache_leftpad: expected dtype int32, got float32"),
+        ({"block_table": torch.zeros(2, 1, dtype=torch.bool)}, r"block_table: expected dtype int32, got bool"),
+    ],
+)
+def test_dtypes_have_the_names_of_torch(changed: dict[str, Any], words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        flashattn_ext.flash_attn_with_kvcache(**arguments("cpu", **changed))
+
+
 def test_refuses_to_append_to_one_entry_twice() -> None:
     given = arguments("cpu", cache_batch_idx=torch.tensor([1, 1], dtype=INT32))
     before = given["k_cache"].clone()

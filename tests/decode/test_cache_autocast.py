@@ -56,3 +56,38 @@ def test_pages_are_cast(device: str, dtype: torch.dtype) -> None:
     with torch.autocast(device, dtype=dtype):
         out = flashattn_ext.flash_attn_varlen_func(q, pages, pages, starts, lengths, 1, 11, block_table=table)
     assert out.dtype == dtype
+
+
+@pytest.mark.dtypes("bfloat16", "float16")
+@pytest.mark.parametrize("of_q", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("appends", [False, True])
+@pytest.mark.parametrize("out_dtype", [None, torch.float32])
+def test_caches_of_fp8(
+    device: str, dtype: torch.dtype, of_q: torch.dtype, appends: bool, out_dtype: torch.dtype | None
+) -> None:
+    """The other tensors become bfloat16 whatever autocast casts to: float16 was refused."""
+    caches = _cache(device, torch.float8_e4m3fn)
+    copies = [t.clone() for t in caches]
+    q = torch.randn(2, 1, 4, 16, device=device).to(of_q)
+    new = torch.randn(2, 1, 2, 16, device=device) if appends else None
+    given = {"cache_seqlens": 5, "out_dtype": out_dtype}
+    with torch.autocast(device, dtype=dtype):
+        out = flashattn_ext.flash_attn_with_kvcache(q, *caches, new, new, **given)
+    cast = q if of_q == torch.float8_e4m3fn else q.bfloat16()
+    given["out_dtype"] = out_dtype or dtype
+    wide = None if new is None else new.bfloat16()
+    assert torch.equal(out, flashattn_ext.flash_attn_with_kvcache(cast, *copies, wide, wide, **given))
+    assert out.dtype == given["out_dtype"]
+    assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(caches, copies, strict=True))
+
+
+@pytest.mark.dtypes("bfloat16", "float16")
+def test_pages_of_fp8(device: str, dtype: torch.dtype) -> None:
+    q = torch.randn(2, 4, 16, device=device)
+    pages = torch.randn(2, 16, 2, 16, device=device).to(torch.float8_e4m3fn)
+    starts, lengths, table = (
+        torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, 1, 2], [0, 9, 20], [[1], [0]])
+    )
+    with torch.autocast(device, dtype=dtype):
+        out = flashattn_ext.flash_attn_varlen_func(q, pages, pages, starts, lengths, 1, 11, block_table=table)
+    assert out.dtype == dtype

@@ -351,7 +351,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "rotary of q in fp8": ({"q": torch.zeros(2, 1, 4, 32).to(FP8), **ROTARY}, NotImplementedError, "rotary_cos: .*quantised"),
     "descale_q for bfloat16": ({"descale_q": torch.ones(1, 1)}, ValueError, "descale_q: expected None for q of dtype"),
     "shape": ({"descale_k": torch.ones(3, 2)}, ValueError, r"descale_k: expected shape \[2 or 1, 2 or 1\]"),
-    "dtype": ({"descale_v": torch.ones(2, 2).bfloat16()}, TypeError, "descale_v: expected dtype Float"),
+    "dtype": ({"descale_v": torch.ones(2, 2).bfloat16()}, TypeError, "descale_v: expected dtype float32, got bfloat16"),
     "out_dtype": ({"out_dtype": torch.float64}, TypeError, "out_dtype: expected"),
 }  # fmt: skip
 

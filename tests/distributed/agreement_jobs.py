@@ -104,6 +104,49 @@ def a_bias_that_has_rows_on_some_ranks_only_is_told(device: str) -> None:
         distributed.attention(*_qkv(device, S=rows), bias=bias, **options)
 
 
+def keys_of_another_length_are_refused_in_words(device: str) -> None:
+    if dist.get_rank() >= 2:
+        return
+    q, k, v = _qkv(device)
+    words = "the ranks share one sequence in self-attention. For cross attention call flashattn_ext.forward"
+    for mode in ("auto", "ulysses", "allgather", "ring"):
+        for name, keys, values in (
+            ("k", k[:, :64], v[:, :64]),
+            ("k", torch.cat([k, k], 1), torch.cat([v, v], 1)),
+            ("v", k, v[:, :64]),
+        ):
+            with pytest.raises(
+                ValueError, match=rf"{name}: expected the positions of q, {S} on rank . of 2, got .*{words}"
+            ):
+                distributed.attention(q, keys, values, group=group_of(2), mode=mode)
+
+
+def a_refused_call_draws_no_seed(device: str) -> None:
+    if dist.get_rank() >= 2:
+        return
+    generator = torch.cuda if device == "cuda" else torch
+    tensors = _qkv(device)
+    for kind, options in (
+        (ValueError, {"sink": torch.zeros(5, device=device)}),
+        (ValueError, {"softcap": -1.0}),
+        (TypeError, {"return_lse": 1}),
+        (TypeError, {"return_max_logits": "yes"}),
+        (TypeError, {"causal": 1}),
+        (NotImplementedError, {"invariant": True}),
+    ):
+        before = generator.get_rng_state()
+        with pytest.raises(kind):
+            distributed.attention(*tensors, group=group_of(2), dropout_p=0.5, **options)
+        assert torch.equal(generator.get_rng_state(), before), options
+    # A rank that passes a seed, and one that draws one, make the same call.
+    seed = 3 if dist.get_rank() else None
+    os.environ["FLASHATTN_EXT_DISTRIBUTED_CHECK"] = "1"
+    try:
+        distributed.attention(*tensors, group=group_of(2), dropout_p=0.5, rng_seed=seed)
+    finally:
+        del os.environ["FLASHATTN_EXT_DISTRIBUTED_CHECK"]
+
+
 def what_is_wrong_on_one_rank_is_told_on_all(device: str) -> None:
     rank = dist.get_rank()
     if rank >= 2:
@@ -127,6 +170,16 @@ def what_is_wrong_on_one_rank_is_told_on_all(device: str) -> None:
     _expect(ValueError, "origin: expected None or", device, {"origin": (0, 0, 0, 0)})
     _expect(ValueError, "cu_seqlens|dimensions", device, {"cu_seqlens": torch.tensor([0, 2 * S], dtype=torch.int32)})
     _expect(TypeError, "unexpected keyword argument 'causl'", device, {"causl": True})
+    _expect(
+        TypeError,
+        "'is_causal': here it is causal; 's_aux': here it is sink",
+        device,
+        {"is_causal": True, "s_aux": None},
+    )
+    with pytest.raises(
+        TypeError, match=r"attention\(\) takes 3 positional arguments .*Argument 4 is bool True: causal"
+    ):
+        distributed.attention(*_qkv(device), True)
     scale = torch.tensor(0.5, device=device, requires_grad=True)
     _expect(TypeError, "softmax_scale: .*scale q instead", device, {"softmax_scale": scale})
     _expect(ValueError, "sharding: expected one of", device, {"sharding": "striped"})

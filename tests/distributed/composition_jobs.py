@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from rank_pool import group_of
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -166,6 +166,63 @@ def fsdp2_on_a_mesh_has_the_losses_of_one_process(device: str) -> None:
         return model
 
     torch.testing.assert_close(_loss_of_a_mesh(device, wrap), _loss_of_one_process(device), rtol=1e-4, atol=1e-4)
+
+
+class Attention(nn.Module):
+    """A module of each kind, made on the meta device but for the slopes' values."""
+
+    def __init__(self, group: Any) -> None:
+        super().__init__()
+        options: dict[str, Any] = {"head_dim": 8, "learnable_sink": True, "num_heads": 4}
+        slopes = nn.Parameter(torch.tensor([0.1, 0.2, 0.3, 0.4], device="cpu"))
+        self.layers = nn.ModuleList(
+            [flashattn_ext.FlashAttention(**options, alibi_slopes=slopes), distributed.DistributedAttention(group=group, **options)]
+        )  # fmt: skip
+
+    def forward(self, q: Tensor) -> Tensor:
+        for layer in self.layers:
+            q = layer(q, q, q)
+        return q
+
+
+def _is_as_new(parameters: dict[str, Tensor]) -> None:
+    expected = {
+        "layers.0.alibi_slopes": torch.tensor([0.1, 0.2, 0.3, 0.4]), "layers.0.sink": torch.zeros(4), "layers.1.sink": torch.zeros(4)
+    }  # fmt: skip
+    assert parameters.keys() == expected.keys()
+    for name, parameter in parameters.items():
+        assert torch.equal(parameter.detach().cpu(), expected[name]), name
+
+
+def modules_made_on_the_meta_device_are_initialised(device: str) -> None:
+    """By FSDP1 itself, and by FSDP2's recipe: to_empty(), then reset_parameters() of every module that has it. On two ranks and on one."""
+    for ranks in (2, 1):
+        if dist.get_rank() >= ranks:
+            return
+        group = group_of(2) if ranks == 2 else dist.new_group([0], use_local_synchronization=True)
+        x = torch.randn(1, 128, 4, 8, device=device)
+        with torch.device("meta"):
+            model = Attention(group)
+        here = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device(device)
+        wrapped = FullyShardedDataParallel(model, process_group=group, device_id=here, use_orig_params=True)
+        with FullyShardedDataParallel.summon_full_params(wrapped):
+            _is_as_new({name.removeprefix("_fsdp_wrapped_module."): p for name, p in wrapped.named_parameters()})
+        wrapped(x).sum().backward()
+
+        with torch.device("meta"):
+            model = Attention(group)
+        mesh = DeviceMesh.from_group(group, device)
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        model.to_empty(device=device)
+        for module in model.modules():
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+        parameters = dict(model.named_parameters())
+        assert all(isinstance(parameter, DTensor) for parameter in parameters.values())
+        _is_as_new({name: parameter.full_tensor() for name, parameter in parameters.items()})  # type: ignore[attr-defined]
+        model(x).sum().backward()
 
 
 def ddp_on_a_mesh_has_the_losses_of_one_process(device: str) -> None:

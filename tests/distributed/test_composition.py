@@ -11,6 +11,7 @@ JOBS = [
     composition_jobs.a_drawn_seed_drops_what_one_device_drops,
     composition_jobs.compiled_functions_have_no_break,
     composition_jobs.fsdp2_on_a_mesh_has_the_losses_of_one_process,
+    composition_jobs.modules_made_on_the_meta_device_are_initialised,
     composition_jobs.ddp_on_a_mesh_has_the_losses_of_one_process,
     composition_jobs.ranks_count_the_flops_of_the_whole,
     composition_jobs.second_derivatives_say_what_to_do,

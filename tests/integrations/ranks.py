@@ -239,6 +239,31 @@ def second_derivatives_follow(mesh: DeviceMesh) -> None:
 
 
 @check
+def supports_answers_for_this_rank(mesh: DeviceMesh) -> None:
+    """Without communication: one rank may ask alone."""
+    if mesh.get_local_rank():
+        return
+    tensors = _inputs(mesh)
+    for placement in (Shard(0), Shard(1), Shard(2), Replicate()):
+        q, k, v = (DTensor.from_local(t, mesh, [placement], run_check=False) for t in tensors.values())
+        backend = flashattn_ext.supports(*tensors.values()).backend
+        for mixed in ((q, k, v), (q, tensors["k"], tensors["v"])):
+            if (
+                len({t.shape[1] for t in mixed}) == 1 == len({t.shape[0] for t in mixed})
+                and mixed[0].shape[2] % mixed[1].shape[2] == 0
+            ):
+                assert flashattn_ext.supports(*mixed, causal=True, dropout_p=0.1).backend == backend
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # the call warns that it gathers; this is no call
+            fp8 = [t.to(torch.float8_e4m3fn) for t in (q, k, v)]
+        refused = flashattn_ext.supports(*fp8, dropout_p=0.1)
+        assert refused.refusal == flashattn_ext.supports(*(t.to_local() for t in fp8), dropout_p=0.1).refusal != ""
+    starts = torch.tensor([0, 40, 96], dtype=torch.int32, device=mesh.device_type)
+    packed = [DTensor.from_local(t.flatten(0, 1), mesh, [Shard(1)], run_check=False) for t in tensors.values()]
+    assert flashattn_ext.supports(*packed, cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=56, max_seqlen_k=56)
+
+
+@check
 def the_dropout_mask_is_on_every_rank(mesh: DeviceMesh) -> None:
     plain = flashattn_ext.ops.rng_state(torch.empty(0, device=mesh.device_type), 7)
     state = DTensor.from_local(plain, mesh, [Replicate()])

@@ -363,6 +363,32 @@ def test_activating_twice_is_harmless() -> None:
     assert _state() == before
 
 
+def test_an_activation_is_in_force_in_every_with_block() -> None:
+    """The second block was silently inactive."""
+    before, q = _state(), torch.randn(1, 1, 4, 8)
+    activation = sdpa.activate(report=True)
+    for count in (1, 2, 3):
+        with activation as report:
+            assert sdpa._is_active()
+            F.scaled_dot_product_attention(q, q, q)
+        assert report is not None and report.ours == count
+        assert _state() == before
+    sdpa.activate()
+    sdpa.restore()
+    with activation, activation, sdpa.activate() as other:
+        with activation:
+            F.scaled_dot_product_attention(q, q, q)
+        assert other is None and sdpa._is_active()
+        F.scaled_dot_product_attention(q, q, q)  # counted by no report
+    assert activation.report is not None and activation.report.ours == 4
+    assert _state() == before
+    ended = sdpa.activate()
+    sdpa.restore()
+    with ended:
+        assert sdpa._is_active()
+    assert _state() == before
+
+
 def test_another_implementation_is_active_again_afterwards() -> None:
     class Handle:
         def remove(self) -> None:

@@ -80,6 +80,43 @@ def test_rows_that_see_nothing_and_sinks(device: str) -> None:
     assert flashattn_ext.attention_weights(q, q, range(4), sink=sink).sum() < 1e-6
 
 
+@pytest.mark.parametrize("size", [-1e7, -1e9, -2.5e38, torch.finfo(torch.float32).min, 3e38])
+def test_rows_whose_keys_all_have_a_large_bias(device: str, size: float) -> None:
+    """exp(logit - lse) is 1 for each of them, because lse rounds to the bias: the weights of a row added up to the number of keys."""
+    q, k = torch.randn(1, 3, 2, 8, device=device), torch.randn(1, 50, 2, 8, device=device)
+    bias = torch.full((1, 1, 1, 50), size, device=device)
+    got = flashattn_ext.attention_weights(q, k, range(3), bias=bias)
+    expected = (torch.einsum("bihd,bjhd->bhij", q, k) / math.sqrt(8) + bias).softmax(-1)
+    torch.testing.assert_close(got, expected)
+    torch.testing.assert_close(got.sum(-1), torch.ones_like(got[..., 0]))
+
+
+def test_sinks_at_the_ends_of_the_range(device: str) -> None:
+    q = torch.randn(1, 4, 2, 8, device=device)
+    got = flashattn_ext.attention_weights(q, q, range(4), sink=torch.tensor([3e38, -3e38], device=device))
+    assert not got[:, 0].any()
+    torch.testing.assert_close(got[:, 1].sum(-1), torch.ones_like(got[:, 1, :, 0]))
+
+
+@pytest.mark.parametrize("given", ["float32", "bfloat16", "mixed"])
+def test_autocast_casts_what_forward_casts_and_no_more(device: str, given: str) -> None:
+    """Logits of 100 were rounded to bfloat16: some weights were off by a fifth of their size."""
+    q, k = (8 * torch.randn(1, 40, 2, 8, device=device) for _ in range(2))
+    bias = torch.randn(1, 2, 40, 40, device=device)
+    if given != "float32":
+        q = q.bfloat16()
+    if given == "bfloat16":
+        k = k.bfloat16()
+    expected = flashattn_ext.attention_weights(q.bfloat16(), k.bfloat16(), range(40), bias=bias, causal=True)
+    with torch.autocast(device, torch.bfloat16):
+        got = flashattn_ext.attention_weights(q, k, range(40), bias=bias, causal=True)
+    assert torch.equal(got, expected)
+    wide = flashattn_ext.attention_weights(
+        q.bfloat16().double(), k.bfloat16().double(), range(40), bias=bias, causal=True
+    )
+    torch.testing.assert_close(got, wide.float(), rtol=1e-4, atol=1e-6)
+
+
 def test_it_is_placed_by_an_origin(device: str) -> None:
     q, k = torch.randn(1, 20, 2, 8, device=device), torch.randn(1, 30, 2, 8, device=device)
     whole = flashattn_ext.attention_weights(q, k, [12], causal=True, window_size=(9, -1), origin=(0, 0, 0, 0))

@@ -411,7 +411,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "shape": ({"descale_k": torch.ones(2, 3)}, ValueError, r"descale_k: .*\[2 or 1, 2 or 1\].*got \[2, 3\]"),
     "query heads": ({"descale_q": torch.ones(2, 4)}, ValueError, "descale_q: .*KV heads"),
     "a number": ({"descale_v": torch.tensor(1.0)}, ValueError, r"descale_v: .*got \[\]"),
-    "dtype": ({"descale_v": torch.ones(2, 2).double()}, TypeError, "descale_v: expected dtype Float, got Double"),
+    "dtype": ({"descale_v": torch.ones(2, 2).double()}, TypeError, "descale_v: expected dtype float32, got float64"),
     "no tensor": ({"descale_q": 1.0}, TypeError, "descale_q: expected a torch.Tensor"),
     "device": ({"descale_q": torch.ones(2, 2, device="meta")}, ValueError, "descale_q: expected the device of q"),
     "float64 out": ({"out_dtype": torch.float64}, TypeError, "out_dtype: expected bfloat16, float16 or float32"),
@@ -616,6 +616,28 @@ def test_unusual_values() -> None:
     assert elements[0, 0, 2].float().isnan().tolist() == [True, False]
     empty, ones = quantize_fp8(torch.zeros(2, 0, 3, 8), 2)
     assert empty.shape == (2, 0, 3, 8) and ones.eq(1).all() and ones.shape == (2, 3)
+
+
+@pytest.mark.no_emulator
+@pytest.mark.dtypes("float32", "float64")
+@pytest.mark.parametrize("largest", [1.5e-45, 3e-44, 6e-43, 6.4e-43, 9e-43, 1e-42, 1e-40, 5e-36, 1.0, 3e38])
+def test_heads_of_every_size(device: str, dtype: torch.dtype, largest: float) -> None:
+    """The descale of a head below 6e-43 was 0, and its elements NaN; up to 1e-42 it was rounded down, and elements became the largest."""
+    drawn = torch.randn(2, 40, 3, 8, device=device).double()
+    x = (drawn / drawn.abs().amax((1, 3), keepdim=True) * largest).to(dtype)
+    elements, descale = quantize_fp8(x, 2)
+    assert (descale > 0).all() and descale.dtype == torch.float32
+    back = elements.double() * descale.double()[:, None, :, None]
+    error = (back - x.double()).abs().amax((1, 3)) / x.double().abs().amax((1, 3))
+    # Half a step of the dtype relative to the largest element, 2**-4, and what rounding x itself to denormal numbers costs.
+    assert (error <= 2**-4 + 1e-3).all()
+    assert (elements.double().abs().amax((1, 3)) >= (1 if largest < 1e-42 else 224)).all()
+
+
+def test_elements_beyond_float32() -> None:
+    x = torch.tensor([1e39, -1e38, 1e-300, 0.0], dtype=torch.float64).view(1, 4, 1, 1)
+    elements, descale = quantize_fp8(x, 2)
+    torch.testing.assert_close(elements.double() * descale.double(), x, rtol=0.05, atol=1e34)
 
 
 @pytest.mark.parametrize(
