@@ -269,7 +269,25 @@ def test_doctor_finds_a_working_installation(capsys: pytest.CaptureFixture[str])
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
     assert "self-check" in out and out.endswith("attention works here\n")
+    assert re.search(r"^ok +refused call +its error names what it got$", out, re.M)
     assert "backend: cuda" in out and "backend: ascend" in out
+
+
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        ("os.kill(os.getpid(), 11)", "ends the process with status -11"),
+        ("print('softcap: expected a number above 0, got ')", "says only: softcap: expected a number above 0, got"),
+        ("pass", "says only: nothing"),
+    ],
+)
+def test_doctor_finds_errors_that_do_not_arrive(code: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from flashattn_ext_lab import doctor
+
+    monkeypatch.setattr(doctor, "REFUSED_CALL", f"\nimport os\n{code}\n")
+    finding = doctor._refused_call()
+    assert not finding.ok and finding.needed and says in finding.text and "libstdc++" in finding.text
+    assert "pip install" in finding.fix
 
 
 @pytest.mark.parametrize(
