@@ -20,18 +20,19 @@ usage: bash build.sh -arch NAME [-soc SOC] [-mode npu|emulator|check] [-j N] [-d
                   never run with a CANN installation; if a step fails, attach $REPORT to a bug report
   -mode emulator  the backend ascend-emulator of the package: no NPU, no CANN
   -mode check     checks the requirements of -mode npu, prints what it found, and builds nothing
-  -soc SOC        another chip of the same architecture
+  -soc SOC        another chip of the same architecture, if NAME is one
   -j N            parallel compiler processes (default: the number of cores)
   -debug          with debug information and without optimisation; recompiles the whole emulator
   -clean          removes what was built before
 
-architectures:
+NAME is an architecture of this list, or one of its chips as npu-smi prints it: 910B3, 910B4-1, 910_9392 (in any case; Ascend
+in front may be left out):
 USAGE
   local name soc series siblings
   while IFS=$'\t' read -r name soc series siblings; do
     printf '  %-8s %s: %s\n' "$name" "$series" "${siblings// /, }"
   done < <(ARCHITECTURE_ROWS)
-  echo "  first-generation chips ($FIRST_GENERATION) have another kind of core and are not supported"
+  echo "not supported is the first generation, whose chips have no digit after the letter: ${FIRST_GENERATION// /, }"
 }
 
 fail() {
@@ -41,25 +42,41 @@ fail() {
 
 known_names() { ARCHITECTURE_ROWS | cut -f1 | paste -sd, | sed 's/,/, /g'; }
 
+# The SOC that a name such as 910b3 or ASCEND910B3 stands for among the SOCs that follow it; nothing if none.
+soc_named() {
+  local wanted="${1,,}" soc
+  for soc in "${@:2}"; do
+    if [[ "ascend${wanted#ascend}" == "${soc,,}" ]]; then echo "$soc"; fi
+  done
+}
+
 # Sets SOC from -arch and -soc, or fails with the reason.
 choose_soc() {
-  local name short soc series siblings
+  local name short soc series siblings chip asked
   for name in $FIRST_GENERATION; do
     short="${name#Ascend}"
     # "910b" is what users call Atlas A2; the SOC Ascend910B is older.
     if [[ "${ARCH,,}" == "${name,,}" || "${SOC_NAME,,}" == "${name,,}" || ("${ARCH,,}" == "${short,,}" && "$short" != 910B) ]]; then
       fail "$name is a first-generation chip: its cube and vector units share a core, and it has no bf16, so that these \
-kernels cannot run on it. Supported: $(known_names). (An Atlas A2 reports itself as 910B1 to 910B4: use -arch 910b.)"
+kernels cannot run on it. Supported: $(known_names). (An Atlas A2 reports itself as 910B1 to 910B4: use -arch 910b, or that name.)"
     fi
   done
   while IFS=$'\t' read -r name soc series siblings; do
-    [[ "${ARCH,,}" == "$name" ]] || continue
-    SOC="${SOC_NAME:-$soc}"
-    [[ " $siblings " == *" $SOC "* ]] || fail "-soc: '$SOC' is not of $series; accepted are ${siblings// /, }"
-    echo "-arch $name: $series, built for $SOC"
+    # shellcheck disable=SC2086
+    chip="$(soc_named "$ARCH" $siblings)"
+    [[ "${ARCH,,}" == "$name" || -n "$chip" ]] || continue
+    SOC="${chip:-$soc}"
+    if [[ -n "$SOC_NAME" ]]; then
+      # shellcheck disable=SC2086
+      asked="$(soc_named "$SOC_NAME" $siblings)"
+      [[ -n "$asked" ]] || fail "-soc: '$SOC_NAME' is not of $series; accepted are ${siblings// /, }"
+      [[ -z "$chip" || "$asked" == "$chip" ]] || fail "-arch names the chip $chip and -soc names $asked: give one of them"
+      SOC="$asked"
+    fi
+    echo "-arch $ARCH: $series, built for $SOC"
     return
   done < <(ARCHITECTURE_ROWS)
-  fail "-arch: '$ARCH' is unknown; accepted are $(known_names)"
+  fail "-arch: '$ARCH' is unknown; accepted are $(known_names), and names of their chips as npu-smi prints them, such as 910B3"
 }
 
 is_at_least() { [[ "$(printf '%s\n' "$1" "$2" | sort -V | head -1)" == "$1" ]]; }

@@ -12,6 +12,7 @@ Environment variables:
 A source distribution, `python -m build --sdist`, is made without torch.
 """
 
+import inspect
 import os
 import re
 import shlex
@@ -96,8 +97,29 @@ def openmp_library(torch) -> list[str]:
     return [str(bundled[0])] if bundled and not is_clang() else ["-fopenmp"]
 
 
-def check_compiler() -> None:
+def cxx_library() -> list[str]:
+    """Link arguments for the libstdc++ that torch has loaded into this process.
+
+    A compiler that links libstdc++ statically would give the extension a second one, and torch's library writes to streams of
+    the extension when it makes the text of an error: numbers are lost, or the process crashes. The linker takes a function from
+    the first library that has it, and the compiler's own comes last.
+    """
+    maps = Path("/proc/self/maps").read_text()
+    found = re.search(r"/.*/libstdc\+\+\.so\.6[.\d]*$", maps, re.M)
+    return [found[0]] if found else []
+
+
+def cxx_standard() -> str:
+    """The option -std= with which torch compiles extensions, because its headers need it: C++20 from torch 2.12 on."""
+    from torch.utils.cpp_extension import BuildExtension
+
+    named = re.search(r"'(c\+\+\d+)'", inspect.getsource(BuildExtension.build_extensions))
+    return f"-std={named[1]}" if named else "-std=c++20"
+
+
+def check_compiler(torch) -> None:
     """Stops with one line if the compiler, OpenMP or Python.h is unusable, instead of pages of compiler output."""
+    standard = cxx_standard()
     if shutil.which(COMPILER.split()[0]) is None:
         stop(f"the C++ compiler '{COMPILER}' was not found; install one (Debian: apt install g++) or set CXX")
     with tempfile.TemporaryDirectory() as folder:
@@ -108,9 +130,13 @@ def check_compiler() -> None:
             "#endif\n"
             "int main() { return 0; }\n"
         )
-        command = [*COMPILER.split(), "-std=c++17", "-c", str(source), "-o", str(Path(folder) / "probe.o")]
+        command = [*COMPILER.split(), standard, "-c", str(source), "-o", str(Path(folder) / "probe.o")]
         if subprocess.run(command, capture_output=True, check=False).returncode:
-            stop(f"the C++ compiler '{COMPILER}' is too old or broken; GCC 9, Clang 10 or newer is needed")
+            gcc = "GCC 9" if standard == "-std=c++17" else "GCC 10 (GCC 9 up to torch 2.11)"
+            stop(
+                f"the C++ compiler '{COMPILER}' is too old or broken: torch {torch.__version__} needs {standard}; set CXX to "
+                f"{gcc}, Clang 10 or newer"
+            )
         source.write_text("#include <omp.h>\nint main() { return omp_get_max_threads() == 0; }\n")
         if subprocess.run([*command, "-fopenmp"], capture_output=True, check=False).returncode:
             stop(
@@ -261,7 +287,7 @@ def extension(torch, with_cuda: bool):
         # before build/cuda_instances.
         [f"./{source}" for source in SOURCES] + [str(path.relative_to(ROOT)) for path in cuda],
         extra_compile_args=flags,
-        extra_link_args=openmp_library(torch),
+        extra_link_args=[*cxx_library(), *openmp_library(torch)],
     )
 
 
@@ -273,7 +299,7 @@ def compiled_parts() -> dict:
     # pip runs dist_info before it would download a torch of its own choice: report a missing torch now.
     if "dist_info" in sys.argv:
         return {}
-    check_compiler()
+    check_compiler(torch)
     with_cuda = builds_cuda(torch)
     write_build_config(torch, with_cuda)  # before build_py collects the modules
     from torch.utils.cpp_extension import BuildExtension

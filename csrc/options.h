@@ -88,12 +88,13 @@ static_assert(tensors_come_first(), "options.def");
 inline constexpr int kCallTensors = kQkv + count_tensors();
 inline constexpr int kCallOptions = static_cast<int>(std::size(kOptions)) - count_tensors();
 
-// The index of an option among the arguments of `forward` and `backward`; does not compile for an unknown name.
+// The index of an option among the arguments of `forward` and `backward`; does not compile for an unknown name. The
+// exception is an operand, because GCC 9 and 10 refuse every constant call of a function that ends with a statement
+// `throw` after a loop.
 constexpr int place_of(std::string_view name) {
-  for (int i = 0; i < kCallTensors + kCallOptions - kQkv; ++i) {
-    if (kOptions[i].name == name) return kQkv + i;
-  }
-  throw "no such option";
+  int i = 0;
+  while (i < kCallTensors + kCallOptions - kQkv && kOptions[i].name != name) ++i;
+  return i < kCallTensors + kCallOptions - kQkv ? kQkv + i : throw "no such option";
 }
 
 // A differentiable argument: its index, and whether its gradient is computed only if it is needed. In the order of the

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 Case = TypeVar("Case")
 Columns = dict[str, Callable[[Any], object]]  # heading -> the cell of a row
 PIPE_WIDTH = 140
-INSTALL_EXTRAS = 'pip install "flashattn_ext[cli]" (in a checkout: pip install ".[cli]")'
+# The packages of the extra `cli` of pyproject.toml. Their names, because no index has this package.
+INSTALL_EXTRAS = 'pip install rich matplotlib jinja2 numpy (in a checkout: pip install ".[cli]")'
 
 
 class CommandError(Exception):

@@ -124,7 +124,7 @@ def _extension(import_error: Exception | None) -> list[Finding]:
         findings.append(Finding("emulator: ascend", 'use_backend("ascend-emulator") loads it'))
     else:
         findings.append(_missing("emulator: ascend", "not built", "in a checkout: make emulator"))
-    return [*findings, _self_check()]
+    return [*findings, _self_check(), _refused_call()]
 
 
 def _cuda(backends: list[str]) -> Finding:
@@ -187,3 +187,32 @@ def _self_check() -> Finding:
         return Finding("self-check", f"{type(problem).__name__}: {problem}", False, REBUILD)
     text = f"largest difference from attention_reference {error:.1e}"
     return Finding("self-check", text, error < 1e-5, "" if error < 1e-5 else REBUILD)
+
+
+# Prints the message of a call that C++ refuses.
+REFUSED_CALL = """
+import torch, flashattn_ext
+q = torch.zeros(1, 1, 1, 8)
+try:
+    flashattn_ext.forward(q, q, q, softcap=-1.5)
+except ValueError as error:
+    print(error)
+"""
+
+
+def _refused_call() -> Finding:
+    """Whether an error arrives, with the number that its message names.
+
+    A library with another libstdc++ than torch's loses the number, or ends the process, which is therefore another one.
+    """
+    command = [sys.executable, "-c", f"import sys\nsys.path[:] = {sys.path!r}{REFUSED_CALL}"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    except (OSError, subprocess.SubprocessError) as problem:
+        return _missing("refused call", f"not tried: {problem}", "start doctor where it can start another Python")
+    says = (done.stdout.strip() or "nothing").splitlines()[-1]
+    if done.returncode == 0 and "-1.5" in says:
+        return Finding("refused call", "its error names what it got")
+    ended = f"ends the process with status {done.returncode}" if done.returncode else f"says only: {says}"
+    problem = f"{ended}; the compiled module has another libstdc++ than torch"
+    return Finding("refused call", problem, False, REBUILD)

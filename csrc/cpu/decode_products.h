@@ -129,7 +129,12 @@ class Ahead {
   void ask() {
     FLASHATTN_UNROLL(8)
     for (int n = 0; n < (kBytes + 63) / 64; ++n) {
-      to_l2_ ? __builtin_prefetch(at_, 0, 2) : __builtin_prefetch(at_);
+      // Clang 14 without optimisation crashes where the two calls are operands of a conditional expression.
+      if (to_l2_) {
+        __builtin_prefetch(at_, 0, 2);
+      } else {
+        __builtin_prefetch(at_);
+      }
       at_ += kBytes < 64 ? kBytes : 64;
       if (at_ >= end_of_row_) next_row();
     }

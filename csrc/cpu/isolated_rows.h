@@ -22,17 +22,19 @@ inline bool is_finite_row(const In* row, int64_t n) {
   return !infinite;
 }
 
-// Bits that are all set in the exponent of numbers that are not finite, and in no others.
+// Bits that are all set in the exponent of numbers that are not finite, and in no others. `inline`, because Clang gives
+// the specialisations of a variable template external linkage, and two sources of an instruction set include this
+// header.
 template <class In>
-constexpr auto kExponentBits = static_cast<uint16_t>(0x7F80);
+inline constexpr auto kExponentBits = static_cast<uint16_t>(0x7F80);
 template <>
-constexpr auto kExponentBits<float> = uint32_t{0x7F800000};
+inline constexpr auto kExponentBits<float> = uint32_t{0x7F800000};
 template <>
-constexpr auto kExponentBits<Float16> = static_cast<uint16_t>(0x7C00);
+inline constexpr auto kExponentBits<Float16> = static_cast<uint16_t>(0x7C00);
 template <>
-constexpr auto kExponentBits<Float8> = static_cast<uint8_t>(0x7F);
+inline constexpr auto kExponentBits<Float8> = static_cast<uint8_t>(0x7F);
 template <>
-constexpr auto kExponentBits<double> = uint64_t{0x7FF0000000000000};
+inline constexpr auto kExponentBits<double> = uint64_t{0x7FF0000000000000};
 
 // Whether all of the n elements from `offset` on of each of these rows are finite. Adding its lowest bit to an exponent
 // carries into the sign only if all of its bits are set.

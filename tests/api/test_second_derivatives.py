@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.autograd.functional import hvp, vhp
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp
 
 import flashattn_ext
@@ -128,6 +129,45 @@ def test_forward_over_reverse_in_one_level(attention: Attention) -> None:
         torch.testing.assert_close(got, expected)
 
 
+@each_way
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_products_of_torch_autograd_functional(attention: Attention, create_graph: bool) -> None:
+    """hvp is a backward of a double backward, with respect to the vector of the latter."""
+    given, t = tuple(inputs()), tuple(inputs())
+    for product in (hvp, vhp):
+        results = [
+            product(lambda *x, of=of: sum(each.square().sum() for each in of(*x)), given, t, create_graph=create_graph)
+            for of in (attention, by_reference)
+        ]
+        for got, expected in zip(results[0][1], results[1][1], strict=True):
+            torch.testing.assert_close(got, expected)
+
+
+@each_way
+def test_products_of_vectors_with_tangents(attention: Attention) -> None:
+    """A double backward in a dual level is linear in its vector and in dout: their tangents are allowed, those of q are not."""
+    q, *others = inputs()
+    weight, tweight = torch.randn(2, 1, 3, 2, 3, dtype=torch.float64)
+    t, tt = torch.randn(2, *q.shape, dtype=torch.float64)
+    results = []
+    for function in (attention, by_reference):
+        with forward_ad.dual_level():
+            x = q.clone().requires_grad_()
+            dout, vector = forward_ad.make_dual(weight, tweight), forward_ad.make_dual(t, tt)
+            of = []
+            for loss, times in (
+                (lambda out, dout=dout: (out * dout).sum(), t),
+                (lambda out: out.pow(3).sum(), vector),
+                (lambda out, dout=dout: (out.square() * dout).sum(), vector),
+            ):
+                (dq,) = torch.autograd.grad(loss(function(x, *others)[0]), x, create_graph=True)
+                (product,) = torch.autograd.grad(dq, x, times)
+                of += forward_ad.unpack_dual(product)
+        results.append(of)
+    for got, expected in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected)
+
+
 def test_the_raw_backward_is_differentiable() -> None:
     """As if its out and lse were computed from q, k and v in it: their own gradients are none."""
     q, k, v, _ = (t.requires_grad_() for t in inputs())
@@ -159,7 +199,23 @@ def reverse_over_reverse(loss: Callable[[Tensor], Tensor], x: Tensor, t: Tensor)
     return vjp(grad(loss), x)[1](t)[0]
 
 
-PRODUCTS = [forward_over_reverse, reverse_over_forward, reverse_over_reverse]
+def transposed(product: Any) -> Any:
+    """The gradient of a product with respect to its vector: the same product, because a Hessian is symmetric."""
+
+    def of_vector(loss: Callable[[Tensor], Tensor], x: Tensor, t: Tensor) -> Tensor:
+        return vjp(lambda vector: product(loss, x, vector), torch.zeros_like(t))[1](t)[0]
+
+    of_vector.__name__ = f"transposed_{product.__name__}"
+    return of_vector
+
+
+PRODUCTS = [
+    forward_over_reverse,
+    reverse_over_forward,
+    reverse_over_reverse,
+    transposed(forward_over_reverse),
+    transposed(reverse_over_reverse),
+]
 
 
 @each_way
@@ -254,6 +310,20 @@ def test_a_third_derivative_is_refused(attention: Attention) -> None:
         jvp(lambda q: reverse_over_reverse(loss, q, t), (tensors[0],), (t,))
     with pytest.raises(NotImplementedError, match=r"a jvp of a jvp.*torch\.func\.hessian"):
         jacfwd(jacfwd(loss))(tensors[0])
+    q = tensors[0].requires_grad_()
+    with pytest.raises(NotImplementedError, match="no third derivatives"):
+        hvp(loss, q, t, create_graph=True)[1].sum().backward()
+
+
+@each_way
+def test_the_gradient_of_a_product_with_respect_to_dout_is_refused(attention: Attention) -> None:
+    """It is a second derivative, but one that neither J nor H computes: the tangent of a tangent."""
+    tensors = inputs()
+    q, weight = tensors[0].requires_grad_(), torch.randn(1, 3, 2, 3, dtype=torch.float64, requires_grad=True)
+    (dq,) = torch.autograd.grad(attention(*tensors)[0], q, weight, create_graph=True)
+    (product,) = torch.autograd.grad(dq, q, torch.ones_like(q), create_graph=True)
+    with pytest.raises(NotImplementedError, match=r"a jvp of a jvp.*attention_reference"):
+        torch.autograd.grad(product.sum(), weight)
 
 
 def refusals(device: str) -> None:

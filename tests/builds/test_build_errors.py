@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -75,6 +76,88 @@ def test_a_build_with_an_old_compiler_says_which_is_needed(tmp_path: Path) -> No
     compiler.write_text("#!/bin/sh\nexit 1\n")
     compiler.chmod(0o755)
     assert_stops_with_one_line(build(tmp_path, CXX=str(compiler)), "old-compiler", "GCC 9")
+
+
+def make_sources(tmp_path: Path, code: str = "") -> None:
+    """Files in place of all sources: one has `code`, the others are empty."""
+    names = re.findall(r'"(csrc/[\w/]+\.cpp)"', (ROOT / "setup.py").read_text())
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(code if name == names[0] else "")
+    shutil.copy(ROOT / "csrc" / "sources.py", tmp_path / "csrc")
+
+
+def test_the_probe_compiles_with_the_standard_of_this_torch(tmp_path: Path) -> None:
+    """GCC 9 passed the probe for C++17 and failed at the first source, because newer versions of torch compile C++20."""
+    make_sources(tmp_path)
+    compiler = tmp_path / "recording-compiler"
+    compiler.write_text(f'#!/bin/sh\necho "$*" >>{tmp_path}/log\nexec c++ "$@"\n')
+    compiler.chmod(0o755)
+    done = build(tmp_path, CXX=str(compiler), FLASHATTN_EXT_CUDA="0")
+    assert done.returncode == 0, done.stderr
+    lines = (tmp_path / "log").read_text().splitlines()
+    standards = {
+        is_probe: {
+            word
+            for line in lines
+            for word in line.split()
+            if word.startswith("-std=") and ("probe.cpp" in line) == is_probe
+        }
+        for is_probe in (False, True)
+    }
+    assert len(standards[True]) == 1 and standards[True] == standards[False]
+
+
+def test_a_compiler_without_the_standard_of_this_torch_is_too_old(tmp_path: Path) -> None:
+    compiler = tmp_path / "older-compiler"
+    compiler.write_text('#!/bin/sh\ncase "$*" in *-std=c++17*) exec c++ "$@" ;; *-std=*) exit 1 ;; esac\n')
+    compiler.chmod(0o755)
+    is_newer = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 12)
+    done = build(tmp_path, CXX=str(compiler), FLASHATTN_EXT_CUDA="0")
+    if is_newer:
+        assert_stops_with_one_line(done, "older-compiler", f"torch {torch.__version__} needs -std=c++20", "GCC 10")
+    else:
+        assert "too old" not in done.stderr
+
+
+def test_a_machine_that_cannot_have_clang_says_that_nothing_was_checked(tmp_path: Path) -> None:
+    """.ci/run goes on after status 2."""
+    command = [shutil.which("bash"), ROOT / "tools" / "check_clang_build.sh"]
+    env = {"PATH": str(tmp_path), "CLANG": "no-such-clang"}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=120)
+    assert done.returncode == 2
+    assert "not checked: no no-such-clang with OpenMP, and neither apt-get nor dnf" in done.stderr
+
+
+STREAM = """
+#include <locale>
+#include <sstream>
+
+extern "C" __attribute__((visibility("default"))) void* of_the_library() {
+  std::ostringstream stream;
+  stream << 1.5;
+  return reinterpret_cast<void*>(&std::locale::classic);
+}
+"""
+
+
+def test_the_library_has_the_libstdcxx_of_torch(tmp_path: Path) -> None:
+    """Also if the compiler links libstdc++ statically: with two of them a refused call crashed, or its message lacked numbers."""
+    make_sources(tmp_path, STREAM)
+    done = build(tmp_path, LDFLAGS="-static-libstdc++", FLASHATTN_EXT_CUDA="0")
+    assert done.returncode == 0, done.stderr
+    [library] = (tmp_path / "flashattn_ext").glob("_C*.so")
+    found = run_python(f"""
+        import ctypes, torch
+        library = ctypes.CDLL({str(library)!r})
+        library.of_the_library.restype = ctypes.c_void_p
+        address = library.of_the_library()
+        for line in open("/proc/self/maps"):
+            first, last = (int(part, 16) for part in line.split()[0].split("-"))
+            if first <= address < last:
+                print(line.split()[-1])
+    """)
+    assert "/libstdc++.so" in found.stdout, found.stdout + found.stderr
 
 
 def test_cuda_demanded_without_a_toolkit(tmp_path: Path) -> None:

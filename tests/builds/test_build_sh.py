@@ -61,6 +61,10 @@ def test_help_prints_the_table() -> None:
     done = build("-help")
     assert done.returncode == 0
     assert "910_93   Atlas A3: Ascend910_9391" in done.stdout and "910b     Atlas A2: Ascend910B1, " in done.stdout
+    # Users of a 910B3 read the last line: it must not seem to exclude them.
+    refused = done.stdout.splitlines()[-1]
+    assert "not supported is the first generation" in refused and "no digit after the letter" in refused
+    assert "one of its chips as npu-smi prints it: 910B3" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -76,7 +80,14 @@ def test_help_prints_the_table() -> None:
             ["-arch", "910_93", "-soc", "Ascend910B1"],
             "-soc: 'Ascend910B1' is not of Atlas A3; accepted are Ascend910_93",
         ),
+        (["-arch", "910B3", "-soc", "Ascend910B1"], "-arch names the chip Ascend910B3 and -soc names Ascend910B1"),
+        (
+            ["-arch", "910B3", "-soc", "Ascend910_9391"],
+            "-soc: 'Ascend910_9391' is not of Atlas A2; accepted are Ascend910B",
+        ),
+        (["-arch", "910B7"], "-arch: '910B7' is unknown; accepted are"),
         (["-arch", "Ascend910A"], "Ascend910A is a first-generation chip"),
+        (["-arch", "Ascend910B"], "use -arch 910b, or that name"),
         (["-arch", "910proa"], "Ascend910ProA is a first-generation chip"),
         (["-arch", "910b", "-soc", "Ascend910B"], "Ascend910B is a first-generation chip"),
     ],
@@ -109,7 +120,16 @@ def test_cann_without_its_compiler(tmp_path: Path) -> None:
     [
         (["-arch", "910"], "Atlas A2, built for Ascend910B1"),
         (["-arch", "910B", "-soc", "Ascend910B3"], "Atlas A2, built for Ascend910B3"),
+        (["-arch", "910b", "-soc", "910b3"], "Atlas A2, built for Ascend910B3"),
         (["-arch", "910pro"], "Atlas A3, built for Ascend910_9391"),
+        # What npu-smi prints.
+        (["-arch", "910B1"], "-arch 910B1: Atlas A2, built for Ascend910B1"),
+        (["-arch", "910B3"], "-arch 910B3: Atlas A2, built for Ascend910B3"),
+        (["-arch", "910b4"], "-arch 910b4: Atlas A2, built for Ascend910B4"),
+        (["-arch", "910B4-1"], "-arch 910B4-1: Atlas A2, built for Ascend910B4-1"),
+        (["-arch", "ascend910b2c", "-soc", "Ascend910B2C"], "Atlas A2, built for Ascend910B2C"),
+        (["-arch", "910_9392"], "-arch 910_9392: Atlas A3, built for Ascend910_9392"),
+        (["-arch", "Ascend910_9372"], "Atlas A3, built for Ascend910_9372"),
     ],
 )
 def test_check_says_what_would_be_built(arguments: list[str], soc: str, tmp_path: Path) -> None:

@@ -24,6 +24,8 @@ import documented_commands  # noqa: E402
 import draw_masks  # noqa: E402
 from helpers import run_python  # noqa: E402
 
+from flashattn_ext_lab.console import INSTALL_EXTRAS  # noqa: E402
+
 
 @pytest.fixture
 def no_ranks_afterwards() -> Iterator[None]:
@@ -42,6 +44,29 @@ def test_examples_run(page: str, no_ranks_afterwards: None, capsys: pytest.Captu
     assert out.ndim >= 3 and bool(out.isfinite().all())
     shown = re.findall(r"^```text\n(.*?)^```", (ROOT / page).read_text(encoding="utf-8"), re.M | re.S)
     assert capsys.readouterr().out == "".join(shown)
+
+
+def test_no_text_installs_this_package_from_an_index() -> None:
+    """No index has it: `flashattn_ext[hf]` would be somebody else's. Packages are named, or the extra of the checkout."""
+    folders = ("docs", "examples", "flashattn_ext_lab", "tools", "tests/cli", ".github")
+    files = [
+        path
+        for folder in folders
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in {".py", ".md", ".sh", ".yml"}
+    ]
+    files += [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+    advice = re.compile(r"pip install[^\n]*\bflashattn[-_]ext\b")
+    assert len(files) > 100
+    for path in files:
+        found = advice.search(path.read_text(encoding="utf-8"))
+        assert not found, f"{path.relative_to(ROOT)}: {found[0]}"
+
+
+def test_the_named_packages_are_those_of_the_extra() -> None:
+    extra = re.search(r"^cli = \[(.*)\]$", (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.M)
+    names = re.findall(r'"([a-z0-9]+)', extra[1])
+    assert INSTALL_EXTRAS.startswith(f"pip install {' '.join(names)} ")
 
 
 def test_readme_is_one_screen() -> None:

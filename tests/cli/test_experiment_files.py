@@ -75,7 +75,10 @@ def test_missing_package_gets_one_line(
     monkeypatch.setitem(sys.modules, package, None)
     assert main(command.split()) == 2
     error = capsys.readouterr().err
-    assert f"needs the package {package}" in error and 'pip install "flashattn_ext[cli]"' in error
+    assert (
+        f"needs the package {package}" in error
+        and 'pip install rich matplotlib jinja2 numpy (in a checkout: pip install ".[cli]")' in error
+    )
     assert error.count("\n") == 1
 
 

@@ -23,13 +23,13 @@ struct Float8;
 // bfloat16.
 enum Types : unsigned { kFp16 = 1, kBf16 = 2, kFp32 = 4, kE4m3 = 16, k16Bit = kFp16 | kBf16 };
 template <class T>
-constexpr Types kTypeOf = kFp32;
+inline constexpr Types kTypeOf = kFp32;
 template <>
-constexpr Types kTypeOf<__half> = kFp16;
+inline constexpr Types kTypeOf<__half> = kFp16;
 template <>
-constexpr Types kTypeOf<__nv_bfloat16> = kBf16;
+inline constexpr Types kTypeOf<__nv_bfloat16> = kBf16;
 template <>
-constexpr Types kTypeOf<Float8> = kE4m3;
+inline constexpr Types kTypeOf<Float8> = kE4m3;
 constexpr unsigned type_bit(DType type) {
   return type == DType::kFloat16    ? kFp16
          : type == DType::kBFloat16 ? kBf16
