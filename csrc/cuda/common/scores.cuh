@@ -387,13 +387,15 @@ struct PackedScores {
   }
 
   // Products become weights, without dropout. lse: of all queries. row0: the first query; key: the first of the tile.
-  // mask() is called when the scores are masked.
-  template <class Score, class MaskOf>
+  // rare: whether the scores are masked, or rows have marks (large_rows.cuh). Then it calls prepare(), which may change
+  // the products, and returns the mask.
+  template <class Score, class Prepare>
   static __device__ __forceinline__ void weigh(Packed& weights, const Scores& products, const Score& score,
-                                               const float (&lse)[kQueries], bool masked, const MaskOf& mask, int row0,
-                                               int key) {
-    if (!masked) return weigh_part<false>(weights, products, score, lse, {});
-    weigh_part<true>(weights, products, score, lse, SeenBy<1>(mask(), row0 + 2 * t(), key + g()));
+                                               const float (&lse)[kQueries], bool rare, const Prepare& prepare,
+                                               int row0, int key) {
+    if (!rare) return weigh_part<false>(weights, products, score, lse, {});
+    const auto mask = prepare();
+    weigh_part<true>(weights, products, score, lse, SeenBy<1>(mask, row0 + 2 * t(), key + g()));
   }
 
   // The dropout mask of a step for the four warps of a warpgroup, which draw it together (Dropout::transposed_warps),
@@ -437,13 +439,15 @@ struct PackedScores {
     }
   }
 
-  // dP becomes dS. delta: of all queries.
-  template <class Score>
+  // dP becomes dS. delta: of all queries. rare: as in weigh; then it calls prepare(), which may change dP.
+  template <class Score, class Prepare>
   static __device__ __forceinline__ void differentiate(Scores& dscores, const Packed& weights, const Score& score,
-                                                       const float (&delta)[kQueries], bool masked) {
+                                                       const float (&delta)[kQueries], bool rare,
+                                                       const Prepare& prepare) {
     static_assert(Score::kConstantSlope, "stored scores have to be kept for the slope");
-    masked ? differentiate_part<true>(dscores, weights, score, delta)
-           : differentiate_part<false>(dscores, weights, score, delta);
+    if (!rare) return differentiate_part<false>(dscores, weights, score, delta);
+    prepare();
+    differentiate_part<true>(dscores, weights, score, delta);
   }
 
  private:
