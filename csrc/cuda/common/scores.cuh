@@ -139,13 +139,17 @@ struct OnlineSoftmax {
     }
   }
 
-  // The largest stored score of row r of the tile.
+  // The largest stored score of row r of the tile, and of this lane's part of it.
   template <int N>
   static __device__ __forceinline__ float largest(const float (&x)[N][4], int r) {
+    return quad_max(largest_of_lane(x, r));
+  }
+  template <int N>
+  static __device__ __forceinline__ float largest_of_lane(const float (&x)[N][4], int r) {
     float largest = x[0][2 * r];
 #pragma unroll
     for (int n = 0; n < N; ++n) largest = fmaxf(largest, fmaxf(x[n][2 * r], x[n][2 * r + 1]));
-    return quad_max(largest);
+    return largest;
   }
 
   // Stored scores become weights, exp(logit - max). Before that it calls rescale(shrink): the caller multiplies its
@@ -153,45 +157,26 @@ struct OnlineSoftmax {
   template <class Score, int N, class Rescale, class TakeSum = IgnoreSum>
   __device__ __forceinline__ void weigh(float (&x)[N][4], const Score& score, float tolerance, const Rescale& rescale,
                                         const TakeSum& take_sum = {}) {
-    const float all[2] = {largest(x, 0), largest(x, 1)};
-    weigh(x, all, score, tolerance, rescale, take_sum);
+    // Nothing but the maxima of the lane decides about the branch, and the first row is exchanged ahead of it: a branch
+    // behind both exchanges would leave their latency exposed, 2 to 3 % of the time of a forward.
+    const float first = largest_of_lane(x, 0), all_of_first = quad_max(first), second = largest_of_lane(x, 1);
+    bool rounded[2] = {false, false};
+    if (some_products_are_large(score, first, second)) {
+      const float all[2] = {all_of_first, quad_max(second)};
+      round_products(x, all, score, tolerance, rounded);
+    }
+    const float all[2] = {all_of_first, quad_max(second)};
+    weigh(x, all, rounded, score, rescale, take_sum, tolerance);
   }
   // The same where other warps hold more scores of the rows. largest: over all warps.
   template <class Score, int N, class Rescale, class TakeSum = IgnoreSum>
   __device__ __forceinline__ void weigh(float (&x)[N][4], const float (&largest)[2], const Score& score,
                                         float tolerance, const Rescale& rescale, const TakeSum& take_sum = {}) {
-    float logit[2], product[2], offset[2], shrink[2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      logit[r] = logit_of(score, r, largest[r]);
-      product[r] = offset_of(score, r, logit[r]);
+    bool rounded[2] = {false, false};
+    if (some_products_are_large(score, largest[0], largest[1])) {
+      round_products(x, largest, score, tolerance, rounded);
     }
-    // Asked of the warp, and ahead of the maximum: the answer is there when the exponents are.
-    const bool rounds =
-        has_products(score) && __any_sync(~0u, rounds_products(fmaxf(fabsf(product[0]), fabsf(product[1]))));
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      shrink[r] = raise_max(r, logit[r], tolerance);
-      offset[r] = offset_of(score, r, finite_max(max[r]));
-    }
-    if constexpr (kTellsLargest) largest_logit = fmaxf(largest_logit, threadIdx.x % 2 ? logit[1] : logit[0]);
-    rescale(shrink);
-    if (__builtin_expect(rounds, false)) round_products(x, score, product, offset);
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      float part = 0;
-#pragma unroll
-      for (int n = 0; n < N; ++n) {
-#pragma unroll
-        for (int odd = 0; odd < 2; ++odd) {
-          float& weight = x[n][2 * r + odd];
-          weight = weight_of(score, weight, offset[r]);
-          part += weight;
-        }
-      }
-      sum[r] = sum[r] * shrink[r] + part;
-      take_sum(r, part);
-    }
+    weigh(x, largest, rounded, score, rescale, take_sum, tolerance);
   }
 
   // For kernels that started without the sink: counts it after the last key. weight: of a logit that is the maximum;
@@ -231,17 +216,30 @@ struct OnlineSoftmax {
   }
 
  private:
-  // In rows with a large maximum, stored scores become those whose products are the exponents of the weights, from
-  // products that are rounded as the maximum was. Then the offset is 0.
+  static __device__ __forceinline__ bool is_large(float product) {
+    const float size = fabsf(product);
+    return (size >= kRoundsProducts<float>)&(size < infinity());  // without a branch between them
+  }
+  // Whether round_products has rows in this warp. x, y: the largest scores of both rows, of the tile or of the lane.
+  template <class Score>
+  static __device__ __forceinline__ bool some_products_are_large(const Score& score, float x, float y) {
+    if (!has_products(score)) return false;
+    const bool large =
+        is_large(offset_of(score, 0, logit_of(score, 0, x))) | is_large(offset_of(score, 1, logit_of(score, 1, y)));
+    return __any_sync(~0u, large) != 0;
+  }
+  // In rows whose largest product is large, stored scores become those whose products are the exponents of the weights,
+  // from products that are rounded as the maximum is. Nothing is left to be subtracted from them.
   template <class Score, int N>
-  __device__ __forceinline__ void round_products(float (&x)[N][4], const Score& score, const float (&product)[2],
-                                                 float (&offset)[2]) const {
+  __device__ __forceinline__ void round_products(float (&x)[N][4], const float (&largest)[2], const Score& score,
+                                                 float tolerance, bool (&rounded)[2]) const {
     const float inverse = ptx::rcp_here(score.factor);  // finite: with a factor below 2^-112 no product is large
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      if (!rounds_products(product[r])) continue;
-      const float top = finite_max(max[r]);
-      offset[r] = 0;
+      const float logit = logit_of(score, r, largest[r]);
+      if (!is_large(offset_of(score, r, logit))) continue;
+      rounded[r] = true;
+      const float top = finite_max(raised_max(r, logit, tolerance));
 #pragma unroll
       for (int n = 0; n < N; ++n) {
 #pragma unroll
@@ -251,6 +249,41 @@ struct OnlineSoftmax {
         }
       }
     }
+  }
+  // The rest of the public functions. rounded: which rows round_products has changed.
+  template <class Score, int N, class Rescale, class TakeSum>
+  __device__ __forceinline__ void weigh(float (&x)[N][4], const float (&largest)[2], const bool (&rounded)[2],
+                                        const Score& score, const Rescale& rescale, const TakeSum& take_sum,
+                                        float tolerance) {
+    float logit[2], offset[2], shrink[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      logit[r] = logit_of(score, r, largest[r]);
+      shrink[r] = raise_max(r, logit[r], tolerance);
+      offset[r] = rounded[r] ? 0.f : offset_of(score, r, finite_max(max[r]));
+    }
+    if constexpr (kTellsLargest) largest_logit = fmaxf(largest_logit, threadIdx.x % 2 ? logit[1] : logit[0]);
+    rescale(shrink);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float part = 0;
+#pragma unroll
+      for (int n = 0; n < N; ++n) {
+#pragma unroll
+        for (int odd = 0; odd < 2; ++odd) {
+          float& weight = x[n][2 * r + odd];
+          weight = weight_of(score, weight, offset[r]);
+          part += weight;
+        }
+      }
+      sum[r] = sum[r] * shrink[r] + part;
+      take_sum(r, part);
+    }
+  }
+  // The running maximum after a tile with this largest logit.
+  __device__ __forceinline__ float raised_max(int r, float largest, float tolerance) const {
+    const float before = max[r], now = fmaxf(before, largest);
+    return now - before <= tolerance ? before : now;
   }
   // Returns the factor for all earlier sums.
   __device__ __forceinline__ float raise_max(int r, float largest, float tolerance) {
@@ -354,13 +387,15 @@ struct PackedScores {
   }
 
   // Products become weights, without dropout. lse: of all queries. row0: the first query; key: the first of the tile.
-  // mask() is called when the scores are masked.
-  template <class Score, class MaskOf>
+  // rare: whether the scores are masked, or rows have marks (large_rows.cuh). Then it calls prepare(), which may change
+  // the products, and returns the mask.
+  template <class Score, class Prepare>
   static __device__ __forceinline__ void weigh(Packed& weights, const Scores& products, const Score& score,
-                                               const float (&lse)[kQueries], bool masked, const MaskOf& mask, int row0,
-                                               int key) {
-    if (!masked) return weigh_part<false>(weights, products, score, lse, {});
-    weigh_part<true>(weights, products, score, lse, SeenBy<1>(mask(), row0 + 2 * t(), key + g()));
+                                               const float (&lse)[kQueries], bool rare, const Prepare& prepare,
+                                               int row0, int key) {
+    if (!rare) return weigh_part<false>(weights, products, score, lse, {});
+    const auto mask = prepare();
+    weigh_part<true>(weights, products, score, lse, SeenBy<1>(mask, row0 + 2 * t(), key + g()));
   }
 
   // The dropout mask of a step for the four warps of a warpgroup, which draw it together (Dropout::transposed_warps),
@@ -404,13 +439,15 @@ struct PackedScores {
     }
   }
 
-  // dP becomes dS. delta: of all queries.
-  template <class Score>
+  // dP becomes dS. delta: of all queries. rare: as in weigh; then it calls prepare(), which may change dP.
+  template <class Score, class Prepare>
   static __device__ __forceinline__ void differentiate(Scores& dscores, const Packed& weights, const Score& score,
-                                                       const float (&delta)[kQueries], bool masked) {
+                                                       const float (&delta)[kQueries], bool rare,
+                                                       const Prepare& prepare) {
     static_assert(Score::kConstantSlope, "stored scores have to be kept for the slope");
-    masked ? differentiate_part<true>(dscores, weights, score, delta)
-           : differentiate_part<false>(dscores, weights, score, delta);
+    if (!rare) return differentiate_part<false>(dscores, weights, score, delta);
+    prepare();
+    differentiate_part<true>(dscores, weights, score, delta);
   }
 
  private:

@@ -65,17 +65,18 @@ struct PlainGradients : UnbiasedGradients<Scores> {
   __device__ __forceinline__ void weigh(Kernel& kernel, Products& scores, const Work& work, const Walk& now,
                                         bool masked, Nothing) {
     const int row0 = now.m * Kernel::kQueries;
-    subtract_words_of_step(kernel, scores, kernel.workspace.score, work.b, now.h, row0);
-    Scores::weigh(
-        kernel.weights, scores, kernel.workspace.score, kernel.shared.lse[kernel.queries.stage], masked,
-        [&] { return visible(kernel.p, work, now.h); }, row0, work.key0 + kernel.warp_key);
+    const auto prepare = [&] {
+      subtract_words_of_step(kernel, scores, kernel.workspace.score, work.b, now.h, row0);
+      return visible(kernel.p, work, now.h);
+    };
+    Scores::weigh(kernel.weights, scores, kernel.workspace.score, kernel.shared.lse[kernel.queries.stage],
+                  is_rare(kernel, masked), prepare, row0, work.key0 + kernel.warp_key);
   }
   template <class Kernel, class Products, class Work, class Walk>
   __device__ __forceinline__ void differentiate(Kernel& kernel, Products& dscores, const Work&, const Walk&,
                                                 bool masked) {
-    clear_rows_of_step(kernel, dscores);
     Scores::differentiate(dscores, kernel.weights, kernel.workspace.score, kernel.shared.delta[kernel.queries.stage],
-                          masked);
+                          is_rare(kernel, masked), [&] { clear_rows_of_step(kernel, dscores); });
   }
 };
 
@@ -138,12 +139,11 @@ struct DistanceGradients : UnbiasedGradients<Scores> {
                                                 bool masked) {
     const int stage = kernel.queries.stage;
     const auto bias = begin(kernel, work, now);
-    const bool hides = masked || bias.range != Reached::kNone;
+    const bool rare = is_rare(kernel, masked || bias.range != Reached::kNone);
     typename Arithmetic::BiasGradient gradient{
         kernel.p, bias, kernel.workspace, {kernel.shared.centres[stage]}, work.b, now.h, true, sums};
-    clear_rows_of_step(kernel, dscores);
     Arithmetic::differentiate(dscores, kernel.weights, slopes, kernel.workspace.score, gradient,
-                              kernel.shared.delta[stage], hides);
+                              kernel.shared.delta[stage], rare, [&] { clear_rows_of_step(kernel, dscores); });
     if (uniform(static_cast<int>(now.ends_head()))) end_head(kernel, work, now.h);
   }
 
@@ -192,17 +192,18 @@ struct BiasTileGradients : UnbiasedGradients<Scores> {
                            kernel.workspace.score.softmax_scale);
     const int row0 = now.m * Kernel::kQueries;
     const ScaledLogit rule{kLog2E<float>};
-    subtract_words_of_step(kernel, scores, rule, work.b, now.h, row0);
-    Scores::weigh(
-        kernel.weights, scores, rule, shared.lse[stage], masked, [&] { return visible(kernel.p, work, now.h); }, row0,
-        work.key0 + kernel.warp_key);
+    const auto prepare = [&] {
+      subtract_words_of_step(kernel, scores, rule, work.b, now.h, row0);
+      return visible(kernel.p, work, now.h);
+    };
+    Scores::weigh(kernel.weights, scores, rule, shared.lse[stage], is_rare(kernel, masked), prepare, row0,
+                  work.key0 + kernel.warp_key);
   }
   template <class Kernel, class Products, class Work, class Walk>
   __device__ __forceinline__ void differentiate(Kernel& kernel, Products& dscores, const Work&, const Walk&,
                                                 bool masked) {
-    clear_rows_of_step(kernel, dscores);
     Scores::differentiate(dscores, kernel.weights, ScaledLogit{}, kernel.shared.delta[kernel.queries.stage],
-                          masked || hides);
+                          is_rare(kernel, masked || hides), [&] { clear_rows_of_step(kernel, dscores); });
   }
   template <class Kernel, class Products>
   __device__ __forceinline__ void hand_over(const Kernel& kernel, const Products& dscores,

@@ -41,16 +41,21 @@ struct PackedDistanceScores {
     }
     const float scale = bias.add(reinterpret_cast<float (&)[1][kQueries / 8][4]>(scores), score.factor);
     const ScaledLogit rule{scale};
-    subtract_words(rule);
-    Packing::weigh(weights, scores, rule, lse, masked, mask, row0, key);
+    const auto prepare = [&] {
+      subtract_words(rule);
+      return mask();
+    };
+    Packing::weigh(weights, scores, rule, lse, masked || has_marks, prepare, row0, key);
   }
 
-  // Turns dP into dS and sums the gradients of biases. hides: whether weights may be 0 because a mask or the bias hides
-  // a score.
+  // Turns dP into dS and sums the gradients of biases. rare, prepare: as in PackedScores; rare also if the bias may
+  // hide a score.
+  template <class Prepare>
   static __device__ __forceinline__ void differentiate(Scores& dscores, const Packed& weights, const Packed& slopes,
                                                        const GeneralScore& score, BiasGradient& bias_gradient,
-                                                       const float (&delta)[kQueries], bool hides) {
-    Packing::differentiate(dscores, weights, ScaledLogit{}, delta, hides);
+                                                       const float (&delta)[kQueries], bool rare,
+                                                       const Prepare& prepare) {
+    Packing::differentiate(dscores, weights, ScaledLogit{}, delta, rare, prepare);
     bias_gradient.add_all(reinterpret_cast<const float (&)[1][kQueries / 8][4]>(dscores));
     if (score.is_capped) multiply(dscores, slopes);
   }

@@ -47,6 +47,12 @@ template <class Kernel>
 __device__ __forceinline__ void note_marks(Kernel& kernel) {
   kernel.has_marks = kernel.shared.has_marks[kernel.queries.stage];
 }
+// Whether a step needs more than the arithmetic of ordinary steps. Masks and marks share one branch, so that the latter
+// cost ordinary steps nothing.
+template <class Kernel>
+__device__ __forceinline__ bool is_rare(const Kernel& kernel, bool masked) {
+  return (static_cast<int>(masked) | kernel.has_marks) != 0;
+}
 // Subtracts the words of marked rows, which few steps have, from the products of a step, after note_marks. b, h, row:
 // of the first query; query: its place in the step.
 template <class Kernel, class Score, int N>

@@ -101,17 +101,19 @@ class KeyGradientTurns {
   // S^T, which is complete, becomes P^T.
   __device__ __forceinline__ void find_weights(const Work& work, const Walk& now, const Limits& unmasked) {
     const int row0 = now.m * kQueries;
-    subtract_words_of_step(kernel, scores, kernel.workspace.score, work.b, now.h, row0);
-    Kernel::Scores::weigh(
-        kernel.weights, scores, kernel.workspace.score, shared.lse[kernel.queries.stage], is_masked(now, unmasked),
-        [&] { return work.mask(kernel.p); }, row0, work.key0 + kernel.warp_key);
+    const auto prepare = [&] {
+      subtract_words_of_step(kernel, scores, kernel.workspace.score, work.b, now.h, row0);
+      return work.mask(kernel.p);
+    };
+    Kernel::Scores::weigh(kernel.weights, scores, kernel.workspace.score, shared.lse[kernel.queries.stage],
+                          is_rare(kernel, is_masked(now, unmasked)), prepare, row0, work.key0 + kernel.warp_key);
   }
   // dP^T becomes dS^T.
   __device__ __forceinline__ void differentiate(Products& dscores, const Walk& now, const Limits& unmasked) {
     ptx::hold(dscores);
-    clear_rows_of_step(kernel, dscores);
     Kernel::Scores::differentiate(dscores, kernel.weights, kernel.workspace.score, shared.delta[kernel.queries.stage],
-                                  is_masked(now, unmasked));
+                                  is_rare(kernel, is_masked(now, unmasked)),
+                                  [&] { clear_rows_of_step(kernel, dscores); });
   }
   // dS^T becomes an operand of dk, and goes to shared memory.
   __device__ __forceinline__ void store_dscores(Packed& packed, const Products& dscores) {

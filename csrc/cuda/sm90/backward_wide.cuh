@@ -263,10 +263,12 @@ struct WideBackward {
       ptx::wgmma_wait<0>();
       ptx::hold(scores);
       if constexpr (kSplitsColumns) shared.score_parts[0].exchange(scores, &this->parts_parity);
-      subtract_words_of_step(*this, scores, workspace.score, work.b, now.h, row0);
-      Scores::weigh(
-          weights, scores, workspace.score, shared.lse[queries.stage], Scores::is_masked(unmasked, row0),
-          [&] { return visible(p, work, now.h); }, row0, key);
+      const auto prepare = [&] {
+        subtract_words_of_step(*this, scores, workspace.score, work.b, now.h, row0);
+        return visible(p, work, now.h);
+      };
+      Scores::weigh(weights, scores, workspace.score, shared.lse[queries.stage],
+                    is_rare(*this, Scores::is_masked(unmasked, row0)), prepare, row0, key);
       if (Dropping::kDrops) {
         // The other buffer is free for the next step: all warps have passed this barrier since they read it.
         ptx::named_barrier_sync(kWideGroup + this->group - 1, kGroupThreads);
@@ -363,9 +365,9 @@ struct WideBackward {
       ptx::barrier_arrive(&shared.weights_empty[weights_at.stage]);
       weights_at.advance();
       Visibility::await(shared.q_full, shared.queries_inspected, queries);
-      clear_rows_of_step(*this, dscores);
       Scores::differentiate(dscores, weights, workspace.score, shared.delta[queries.stage],
-                            Scores::is_masked(unmasked, now.m * kQueries));
+                            is_rare(*this, Scores::is_masked(unmasked, now.m * kQueries)),
+                            [&] { clear_rows_of_step(*this, dscores); });
       pack_scores<T>(weights, dscores);
       ptx::barrier_wait(&shared.dscores_empty[dscores_at.stage], dscores_at.parity ^ 1);
       store_panels(shared.dscores[dscores_at.stage], warp_key, weights);
