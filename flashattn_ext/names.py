@@ -18,7 +18,7 @@ from .mask import Mask
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-_HIDDEN = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+_CATCH_ALLS = ("more", "unknown")
 
 _MASK = "a flashattn_ext.Mask"
 _BIAS = "a tensor that is added to the scores, -inf where a key is hidden"
@@ -69,7 +69,7 @@ _names: dict[str, _Names] = {}
 def shown(function: Function) -> Function:
     """Hides `*more` and `**unknown` from inspect.signature() and help(), and calls known()."""
     signature = inspect.signature(function)
-    own = [parameter for parameter in signature.parameters.values() if parameter.kind not in _HIDDEN]
+    own = [parameter for name, parameter in signature.parameters.items() if name not in _CATCH_ALLS]
     function.__signature__ = signature.replace(parameters=own)  # type: ignore[attr-defined]
     known(function)
     return function
@@ -77,7 +77,8 @@ def shown(function: Function) -> Function:
 
 def known(function: Callable[..., Any], others: Iterable[str] = ()) -> None:
     """Tells not_an_argument() the arguments of a function, and others that it takes as **options."""
-    own = [p for p in inspect.signature(function).parameters.values() if p.name != "self" and p.kind not in _HIDDEN]
+    parameters = inspect.signature(function).parameters.values()
+    own = [p for p in parameters if p.name != "self" and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     positional = [parameter.name for parameter in own if parameter.kind is not parameter.KEYWORD_ONLY]
     name = function.__qualname__.removesuffix(".__init__")
     _names[name] = _Names(positional, list(dict.fromkeys([*(parameter.name for parameter in own), *others])))
