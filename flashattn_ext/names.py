@@ -43,8 +43,6 @@ _INSTEAD = {
     "cu_seqlens_k": "flashattn_ext.varlen_forward takes packed sequences",
     "cu_seqlens": "flashattn_ext.varlen_forward takes packed sequences, with cu_seqlens_q and cu_seqlens_k",
     "softmax_scale": "scale q instead: the module's scale is 1 / sqrt(head_dim)",
-    "mask": "flashattn_ext.forward takes a mask",
-    "sink": "flashattn_ext.forward takes a sink",
 }
 _VALUES = {
     "mask": _MASK,
@@ -110,6 +108,9 @@ def _meant(name: str, parameters: list[str]) -> str:
         return f"here it is {_with_values(ours)}"
     if name in _INSTEAD:
         return _INSTEAD[name]
+    of_forward = [other for other in (*_OURS.get(name, ()), name) if other in _names["forward"].all]
+    if of_forward:
+        return f"flashattn_ext.forward takes {_with_values(list(dict.fromkeys(of_forward)))}"
     close = difflib.get_close_matches(name, parameters, 1)
     return f"did you mean {close[0]}?" if close else f"the arguments are {', '.join(parameters)}"
 
