@@ -233,11 +233,15 @@ void check_runs(const AttnCall& c, bool returns_max_logits) {
 // heads than query heads are fewer keys than queries, and causal masking leaves the first rows without keys. An option
 // that has the sizes of rows, keys or heads in it, or that places the rows otherwise, confirms the layout.
 bool looks_like_heads_first(const c10::IValue* arguments) {
-  if (!arguments[place_of("causal")].toBool() || arguments[place_of("bhsd")].toBool()) return false;
-  for (const int place : {place_of("cu_seqlens_q"), place_of("sink"), place_of("alibi_slopes"),
-                          place_of("relative_bias"), place_of("bias"), place_of("mask_intervals"), place_of("origin")})
+  constexpr int kCausal = place_of("causal"), kBhsd = place_of("bhsd");
+  constexpr int kConfirming[] = {place_of("cu_seqlens_q"),  place_of("sink"), place_of("alibi_slopes"),
+                                 place_of("relative_bias"), place_of("bias"), place_of("mask_intervals"),
+                                 place_of("origin")};
+  constexpr int kWindow[] = {place_of("window_left"), place_of("window_right")};
+  if (!arguments[kCausal].toBool() || arguments[kBhsd].toBool()) return false;
+  for (const int place : kConfirming)
     if (!arguments[place].isNone()) return false;
-  for (const int place : {place_of("window_left"), place_of("window_right")})
+  for (const int place : kWindow)
     if (!arguments[place].isInt() || arguments[place].toInt() >= 0) return false;
   const at::Tensor &q = arguments[0].toTensor(), &k = arguments[1].toTensor();
   for (const at::Tensor* t : {&q, &k})

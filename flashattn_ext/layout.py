@@ -7,7 +7,6 @@ import warnings
 
 from . import _C
 
-
 _told_in: object = None  # the list of filters when the warning was told; catch_warnings makes a new one
 
 

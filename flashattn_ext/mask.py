@@ -414,9 +414,11 @@ class Mask:
 
         Raises:
             ValueError: there is no such batch entry or head.
+            TypeError: figure is not a bool, or a number is not an int.
             ImportError: figure is True and matplotlib is not installed.
         """
         Sq, columns = self.intervals.shape[-2] if Sq is None else Sq, _size("columns", columns, at_least=1)
+        figure = arguments.flag("figure", figure)
         place = {"head": head} if self.is_packed else {"batch": batch, "head": head}
         for (name, index), entries in zip(place.items(), self.intervals.shape, strict=False):
             if not -entries <= arguments.integer(name, index) < entries:

@@ -18,7 +18,7 @@ from .mask import Mask
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-_HIDDEN = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+_CATCH_ALLS = ("more", "unknown")
 
 _MASK = "a flashattn_ext.Mask"
 _BIAS = "a tensor that is added to the scores, -inf where a key is hidden"
@@ -43,8 +43,6 @@ _INSTEAD = {
     "cu_seqlens_k": "flashattn_ext.varlen_forward takes packed sequences",
     "cu_seqlens": "flashattn_ext.varlen_forward takes packed sequences, with cu_seqlens_q and cu_seqlens_k",
     "softmax_scale": "scale q instead: the module's scale is 1 / sqrt(head_dim)",
-    "mask": "flashattn_ext.forward takes a mask",
-    "sink": "flashattn_ext.forward takes a sink",
 }
 _VALUES = {
     "mask": _MASK,
@@ -69,7 +67,7 @@ _names: dict[str, _Names] = {}
 def shown(function: Function) -> Function:
     """Hides `*more` and `**unknown` from inspect.signature() and help(), and calls known()."""
     signature = inspect.signature(function)
-    own = [parameter for parameter in signature.parameters.values() if parameter.kind not in _HIDDEN]
+    own = [parameter for name, parameter in signature.parameters.items() if name not in _CATCH_ALLS]
     function.__signature__ = signature.replace(parameters=own)  # type: ignore[attr-defined]
     known(function)
     return function
@@ -77,7 +75,8 @@ def shown(function: Function) -> Function:
 
 def known(function: Callable[..., Any], others: Iterable[str] = ()) -> None:
     """Tells not_an_argument() the arguments of a function, and others that it takes as **options."""
-    own = [p for p in inspect.signature(function).parameters.values() if p.name != "self" and p.kind not in _HIDDEN]
+    parameters = inspect.signature(function).parameters.values()
+    own = [p for p in parameters if p.name != "self" and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     positional = [parameter.name for parameter in own if parameter.kind is not parameter.KEYWORD_ONLY]
     name = function.__qualname__.removesuffix(".__init__")
     _names[name] = _Names(positional, list(dict.fromkeys([*(parameter.name for parameter in own), *others])))
@@ -109,6 +108,9 @@ def _meant(name: str, parameters: list[str]) -> str:
         return f"here it is {_with_values(ours)}"
     if name in _INSTEAD:
         return _INSTEAD[name]
+    of_forward = [other for other in (*_OURS.get(name, ()), name) if other in _names["forward"].all]
+    if of_forward:
+        return f"flashattn_ext.forward takes {_with_values(list(dict.fromkeys(of_forward)))}"
     close = difflib.get_close_matches(name, parameters, 1)
     return f"did you mean {close[0]}?" if close else f"the arguments are {', '.join(parameters)}"
 

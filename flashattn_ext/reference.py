@@ -397,7 +397,7 @@ def attention_weights(
         rows: which queries, from 0 to Sq - 1: a sequence of integers or an integer tensor of one dimension, in any order.
         origin: (batch, head, row, key) as in forward(); batch and head have no effect here, because they only place dropout.
 
-    The other arguments are those of forward, with the same checks.
+    The other arguments are those of forward. They are checked as there.
 
     Returns:
         float32 [B, Hq, len(rows), Sk]. Masked keys have a weight of 0. With a sink the weights of a row add up to less than 1: the

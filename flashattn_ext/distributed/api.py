@@ -162,6 +162,7 @@ def attention(
     return calls.results(out, lse, max_logits, needs_lse, returns_max_logits)
 
 
+names.shown(attention)
 names.known(attention, AttentionOptions.__annotations__)
 
 

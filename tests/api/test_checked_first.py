@@ -86,6 +86,11 @@ FLAGS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
         dense(flashattn_ext.FlashAttention(16, dropout=0.5).train()), ("return_max_logits",)
     ),
     "sdpa.activate": (sdpa.activate, ("report",)),
+    "Mask.show": (flashattn_ext.Mask.chunked(2, 4, 4).show, ("figure",)),
+    "Mask.from_flashmask": (
+        lambda **options: flashattn_ext.Mask.from_flashmask(torch.zeros(1, 1, 4, 1, dtype=torch.int32), **options), ("causal",)
+    ),
+    "t5_relative_bias": (lambda **options: flashattn_ext.t5_relative_bias(torch.zeros(8, 2), 3, **options), ("bidirectional",)),
 }  # fmt: skip
 
 

@@ -89,6 +89,26 @@ def test_the_argument_of_ours_is_named(call: str, name: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("call", "name", "meant"),
+    [
+        ("flash_attn_func", "s_aux", "sink"),
+        ("flash_attn_func", "attn_mask", "mask"),
+        ("flash_attn_func", "relative_bias", "relative_bias"),
+        ("flash_attention_npu", "dropout", "dropout_p"),
+        ("flash_attention_npu", "sink", "sink"),
+        ("flash_attn_with_kvcache", "bias", "bias"),
+        ("FlashAttention", "attn_mask", "mask"),
+        ("FlashAttention.forward", "is_causal", "causal"),
+        ("attention_weights", "dropout_p", "dropout_p"),
+    ],
+)
+def test_what_another_function_takes_is_said(call: str, name: str, meant: str) -> None:
+    function, make, _ = CALLS[call]
+    with pytest.raises(TypeError, match=rf"'{name}': flashattn_ext\.forward takes {meant}\b"):
+        function(*make(), **{name: None})
+
+
+@pytest.mark.parametrize(
     "call", ["forward", "varlen_forward", "flash_attn_func", "flash_attn_with_kvcache", "supports"]
 )
 def test_enable_gqa_is_left_out(call: str) -> None:
