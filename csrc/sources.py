@@ -493,6 +493,12 @@ UNITS = {
 TITLES = {("bf16",): "inputs in fp8, widened to bf16", ("fp8",): "fp8"}
 
 
+def queries_and_keys(row: Row, choice: int = 0) -> tuple[int, int]:
+    """The sizes of a tile of a forward."""
+    first, second, third = map(int, row.tiles[choice][:3])
+    return (16 * first * second, third) if row.architecture == "sm80" else (64 * first, second)
+
+
 def describe(row: Row, choice: int = 0) -> str:
     """A tile in the words of UNITS."""
     tile = row.tiles[choice]

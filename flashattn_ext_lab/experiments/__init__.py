@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from .. import bench
 from ..console import make_console, make_directory, one_line, positive, require, writing
 from ..devices import choose_device, describe_machine, use_threads
 from .harness import WHOLE, Context, size_notes
@@ -34,6 +33,7 @@ EXPERIMENTS = {
     "traffic": "bytes read from and written to off-chip memory",
     "scores": "softcap and a relative bias with its gradient: time and memory",
     "masks": "masks that models use: time over density, memory",
+    "tiles": "tile sizes of the forward: time of each, compared with the default",
     "profile": "profiler traces of one call, fused and unfused",
     "llama": "decoder layers as in LLaMA-13B: step time, tokens per second, memory",
     "dropout": "training with dropout, compared with unfused attention",
@@ -44,7 +44,7 @@ EXPERIMENTS = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     described = "; ".join(f"{name}: {text}" for name, text in EXPERIMENTS.items())
-    add("name", choices=[*EXPERIMENTS, "all", "tiles"], metavar="NAME", help=f"{described}; all; or tiles: bench tune")
+    add("name", choices=[*EXPERIMENTS, "all"], metavar="NAME", help=f"{described}; or all")
     add("--device", default="auto", help="auto, cpu or cuda; auto: an accelerator with kernels, else the CPU")
     add("--out", default="runs/experiments", metavar="DIR", help="directory of the results")
     add("--quick", action="store_true", help="small sizes and few calls: all within two minutes")
@@ -53,11 +53,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """The exit status is 1 if an experiment failed."""
-    if arguments.name == "tiles":  # the earlier name of `bench tune`
-        words = ["tune", "--device", arguments.device, "--json", str(make_directory(arguments.out) / "tune.json")]
-        words += ["--quick"] * arguments.quick + ["--threads", str(arguments.threads)] * bool(arguments.threads)
-        bench.add_arguments(parser := argparse.ArgumentParser())
-        return bench.run(parser.parse_args(words))
     require("matplotlib")  # before the measurements, not after them
     progress = require("rich.progress").Progress
     use_threads(arguments.threads)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import math
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +19,10 @@ pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")
 
-from flashattn_ext_lab import bench_contestants
+import flashattn_ext
+from flashattn_ext import _C
+from flashattn_ext_lab import bench_contestants, bench_tune
+from flashattn_ext_lab.console import CommandError
 from flashattn_ext_lab.experiments import EXPERIMENTS, run_experiment
 from flashattn_ext_lab.experiments import harness as shared
 from flashattn_ext_lab.experiments.harness import Context, Inputs, Sizes, growth_in_own_process, make_call
@@ -63,6 +68,7 @@ def test_tables_have_no_holes(results: dict[str, Result], name: str) -> None:
         ("memory", 4),
         ("scores", 8),
         ("masks", 12),
+        ("tiles", 5),
         ("dropout", 4),
     ],
 )
@@ -72,7 +78,7 @@ def test_every_size_has_a_row(results: dict[str, Result], name: str, rows: int) 
 
 @pytest.mark.parametrize(
     "name",
-    ["scaling", "causal", "layout", "alignment", "memory", "traffic", "profile", "llama", "dropout", "smooth"],
+    ["scaling", "causal", "layout", "alignment", "memory", "traffic", "tiles", "profile", "llama", "dropout", "smooth"],
 )
 def test_figures_of_the_article(results: dict[str, Result], name: str) -> None:
     comparisons = [comparison for comparison in results[name].comparisons if comparison.article]
@@ -184,6 +190,72 @@ def test_masks_of_all_attentions_agree(pattern: str, direction: str, monkeypatch
         found = bench_contestants.tensors_of(_for(name, inputs).call(name, direction, **options)())
         for got, wanted in zip(found, bench_contestants.tensors_of(expected), strict=True):
             torch.testing.assert_close(got.view_as(wanted), wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_tiles_are_compared_with_the_default(results: dict[str, Result]) -> None:
+    """With D=16 and S=200 in fp32 k and v have 25 KiB, and a tile of 64 queries reads them four times."""
+    tiles = results["tiles"]
+    queries, keys = _C.cpu_tile("fp32", 16)
+    sizes = [f"{queries} x {keys} (default)", *(f"{q} x {k}" for q in (64, 128) for k in (64, 128))]
+    assert tiles.column("queries x keys") == sizes
+    times, ratios = tiles.column("time"), tiles.column("time to default")
+    assert ratios == pytest.approx([ms / times[0] for ms in times])
+    assert tiles.value("k and v read", **{"queries x keys": "64 x 128"}) == 4 * 25 / 1024
+    assert tiles.value("k and v read", **{"queries x keys": "128 x 64"}) == 2 * 25 / 1024
+    assert set(tiles.plot.series) == {f"{queries} queries, default", "64 queries", "128 queries"}
+    assert tiles.plot.series["64 queries"] == [(64, ratios[1]), (128, ratios[2])]
+
+
+@pytest.fixture
+def gpu_tiles(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module, with Hopper's table of kernels and no GPU: every tile has a time by its number of keys."""
+    tiles = module_of("tiles")
+
+    def measure_job(job: Any, device: str, quick: bool) -> dict[str, Any]:
+        timed = {tile.name: {"ms": 100.0 + n, "spread": 0.01} for n, tile in enumerate(job.tiles)}
+        return {"default": job.tiles[0].name, "tiles": timed, "failures": {}}
+
+    def cuda_tile(backend: str, row: Any, choice: int) -> Any:
+        return bench_tune.Tile(bench_tune.private_build().sources.describe(row, choice), backend)
+
+    monkeypatch.setattr(tiles, "running_backend", lambda _name: "cuda-sm90")
+    monkeypatch.setattr(tiles, "cuda_tile", cuda_tile)
+    monkeypatch.setattr(tiles, "load_builds", lambda jobs: None)
+    monkeypatch.setattr(tiles, "measure_job", measure_job)
+    monkeypatch.setattr(flashattn_ext, "use_backend", lambda _name: contextlib.nullcontext())
+    return tiles
+
+
+def test_tiles_of_a_gpu_are_those_of_its_row_of_the_table(gpu_tiles: Any) -> None:
+    result = Result("tiles", "")
+    gpu_tiles.measure(Context(torch.device("cuda"), quick=False), gpu_tiles.SIZES[shared.WHOLE], result)
+    table = bench_tune.private_build().sources
+    [row] = [
+        row
+        for row in table.table()
+        if (row.architecture, row.stage, row.options, row.head_dim, row.head_dim_v)
+        == ("sm90", "forward", "kPlain", 128, 128)
+        and "bf16" in row.dtypes
+    ]
+    names = [table.describe(row, choice) for choice in range(len(row.tiles))]
+    assert result.column("queries x keys") == [f"{names[0]} (default)", *names[1:]]
+    for name, (queries, keys) in zip(names, (table.queries_and_keys(row, n) for n in range(len(names))), strict=True):
+        assert name.startswith(f"{queries} x {keys},")
+    points = sorted(point for curve in result.plot.series.values() for point in curve)
+    assert [keys for keys, _ in points] == sorted(table.queries_and_keys(row, n)[1] for n in range(len(names)))
+
+
+def test_tiles_without_a_checkout_are_the_default_one(gpu_tiles: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> None:
+        raise CommandError("start this in a checkout")
+
+    monkeypatch.setattr(gpu_tiles, "private_build", fails)
+    result = Result("tiles", "")
+    gpu_tiles.measure(Context(torch.device("cuda"), quick=True), gpu_tiles.SIZES[shared.WHOLE], result)
+    gpu_tiles.compare(result)
+    assert result.column("time") == [100.0] and not result.plot.series
+    assert result.column("remark") == ["only this tile is measured: start this in a checkout"]
+    assert result.comparisons[0].ours == NOT_MEASURED
 
 
 NSIGHT = """==PROF== Connected to process 1

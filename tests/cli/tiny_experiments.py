@@ -21,12 +21,23 @@ TINY: dict[str, dict[str, Any]] = {
     "traffic": dict(B=2, H=3, S=128, D=16, dtype="fp32"),
     "scores": dict(B=1, H=4, S=(512, 1024), D=128, dtype="fp32"),
     "masks": dict(B=1, H=4, S=1024, D=128, dtype="fp32"),
+    "tiles": dict(B=1, H=1, S=200, D=16, dtype="fp32", tiles=(64, 128)),
     "profile": dict(B=1, H=2, S=64, D=16, dtype="fp32"),
     "llama": dict(B=1, S=64, heads=2, D=16, mlp=64, layers=2, rounds=2, dtype="fp32"),
     "dropout": dict(layers=1, width=16, heads=2, context=32, batch=2, steps=6, validations=2, seeds=2, p=(0.0, 0.25)),
     "smooth": dict(layers=1, width=16, heads=2, context=32, batch=2, steps=12, validations=6, seeds=2),
 }
-PICTURES = ("matmul", "scaling", "memory", "scores", "masks", "profile", "dropout", "smooth")  # curves and a timeline
+PICTURES = (
+    "matmul",
+    "scaling",
+    "memory",
+    "scores",
+    "masks",
+    "tiles",
+    "profile",
+    "dropout",
+    "smooth",
+)  # curves and a timeline
 NASTY = "<script>alert('1')</script> & \"quoted\" | *pipe*\nnew line"
 PNG = b"\x89PNG\r\n\x1a\n"
 
