@@ -127,16 +127,46 @@ def is_command_line() -> bool:
     return Path(sys.argv[0]).stem == "flashattn-ext"
 
 
+# An arm64 kernel identifies a core in /proc/cpuinfo by two fields of MIDR_EL1: the implementer, and its number of the part.
+ARM_IMPLEMENTERS = {
+    0x41: "Arm", 0x46: "Fujitsu", 0x48: "HiSilicon", 0x4E: "NVIDIA", 0x51: "Qualcomm", 0x61: "Apple", 0x6D: "Microsoft", 0xC0: "Ampere",
+}  # fmt: skip
+ARM_PARTS = {
+    (0x41, 0xD03): "Cortex-A53", (0x41, 0xD05): "Cortex-A55", (0x41, 0xD07): "Cortex-A57", (0x41, 0xD08): "Cortex-A72",
+    (0x41, 0xD0B): "Cortex-A76", (0x41, 0xD0C): "Neoverse N1", (0x41, 0xD40): "Neoverse V1", (0x41, 0xD41): "Cortex-A78",
+    (0x41, 0xD49): "Neoverse N2", (0x41, 0xD4F): "Neoverse V2", (0x41, 0xD83): "Neoverse V3AE", (0x41, 0xD84): "Neoverse V3",
+    (0x41, 0xD8E): "Neoverse N3", (0x46, 0x001): "A64FX", (0x48, 0xD01): "TaiShan V110", (0x48, 0xD02): "TaiShan V120", (0x4E, 0x004): "Carmel",
+    (0x6D, 0xD49): "Azure Cobalt 100", (0xC0, 0xAC3): "Ampere-1", (0xC0, 0xAC4): "Ampere-1A",
+}  # fmt: skip
+
+
+def cpu_name(cpuinfo: str) -> str:
+    """The name of the CPU in a text like /proc/cpuinfo: its model, or on arm64 the implementer and the part of each kind of core.
+
+    Empty if the text has neither.
+    """
+    fields = [(key.strip(), value.strip()) for key, _, value in (line.partition(":") for line in cpuinfo.splitlines())]
+    if models := [value for key, value in fields if key == "model name"]:
+        return models[0]
+    implementers, parts = (
+        [int(value, 0) for key, value in fields if key == name] for name in ("CPU implementer", "CPU part")
+    )
+    names = []
+    for implementer, part in dict.fromkeys(zip(implementers, parts, strict=False)):
+        maker = ARM_IMPLEMENTERS.get(implementer, f"implementer {implementer:#04x}")
+        names.append(f"{maker} {ARM_PARTS.get((implementer, part), f'part {part:#05x}')}")
+    return " and ".join(names)
+
+
 def describe_cpu() -> str:
     """The name of this machine's CPU, as reports of measurements give it; on Linux with the cache sizes of one core."""
     from . import _C
 
     try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+        name = cpu_name(Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace"))
     except OSError:  # not on Linux
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    name = next(names, platform.processor() or platform.machine())
+        name = ""
+    name = name or platform.processor() or platform.machine()
     caches = [f"L{level} {size >> 10}K" for level, size in _C.cpu_caches()]
     return f"{name} ({', '.join(caches)})" if caches else name
 

@@ -20,6 +20,7 @@ pytest.importorskip("matplotlib")
 
 import flashattn_ext
 import flashattn_ext_lab
+from flashattn_ext._build import cpu_name, describe_cpu
 from flashattn_ext_lab import data, model, trainer
 from flashattn_ext_lab.console import atomic_path
 from flashattn_ext_lab.main import main
@@ -271,6 +272,39 @@ def test_doctor_finds_a_working_installation(capsys: pytest.CaptureFixture[str])
     assert "self-check" in out and out.endswith("attention works here\n")
     assert re.search(r"^ok +refused call +its error names what it got$", out, re.M)
     assert "backend: cuda" in out and "backend: ascend" in out
+
+
+ARM_CORE = """processor\t: {}
+BogoMIPS\t: 2000.00
+Features\t: fp asimd
+CPU implementer\t: {}
+CPU architecture: 8
+CPU variant\t: 0x0
+CPU part\t: {}
+CPU revision\t: 1
+
+"""
+
+
+@pytest.mark.parametrize(
+    ("cores", "name"),
+    [
+        ([("0x41", "0xd4f")] * 2, "Arm Neoverse V2"),
+        ([("0x48", "0xd01")], "HiSilicon TaiShan V110"),
+        ([("0x41", "0xd05"), ("0x41", "0xd0b")] * 2, "Arm Cortex-A55 and Arm Cortex-A76"),
+        ([("0x41", "0xfff")], "Arm part 0xfff"),
+        ([("0x99", "0x00a")], "implementer 0x99 part 0x00a"),
+    ],
+)
+def test_the_name_of_an_arm_cpu(cores: list[tuple[str, str]], name: str) -> None:
+    """Its /proc/cpuinfo has no model name."""
+    assert cpu_name("".join(ARM_CORE.format(n, *core) for n, core in enumerate(cores))) == name
+
+
+def test_the_name_of_another_cpu() -> None:
+    assert cpu_name("processor\t: 0\nmodel\t\t: 1\nmodel name\t: A CPU : fast\nflags\t\t: x\n") == "A CPU : fast"
+    assert cpu_name("processor\t: 0\nhart\t\t: 1\n") == "" and cpu_name("") == ""
+    assert describe_cpu()
 
 
 @pytest.mark.parametrize(
