@@ -20,7 +20,7 @@ install_clang() {
   echo "$0: $clang or its OpenMP is missing; installs them"
   case "$1" in
     apt-get)
-      "${root[@]}" apt-get update -q
+      "${root[@]}" apt-get update -q || true  # one source of packages that fails need not be that of Clang
       "${root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -q -y --no-install-recommends clang libomp-dev
       ;;
     dnf) "${root[@]}" dnf install -q -y clang libomp-devel ;;
@@ -41,8 +41,10 @@ mkdir -p "$copy"
 rm -rf "$copy"/{csrc,flashattn_ext,flashattn_ext_lab}
 cp -Rp setup.py pyproject.toml VERSION README.md csrc flashattn_ext flashattn_ext_lab "$copy"
 rm -f "$copy"/flashattn_ext/_*.so
-# The last of several -O options counts, and those of the build come after the environment's.
-printf '#!/bin/sh\nexec %q "$@" -O0\n' "$(command -v "$clang")" >"$copy/clang++"
+# The last of several -O options counts, and those of the build come after the environment's. Objects of another Clang go.
+wrapper="$(printf '#!/bin/sh\n# %s\nexec %q "$@" -O0' "$("$clang" --version | head -1)" "$(command -v "$clang")")"
+[[ "$(cat "$copy/clang++" 2>/dev/null)" == "$wrapper" ]] || rm -rf "$copy/build"
+echo "$wrapper" >"$copy/clang++"
 chmod +x "$copy/clang++"
 cd "$copy"
 if ! CXX="$copy/clang++" FLASHATTN_EXT_CUDA=0 "$python" setup.py build_ext --inplace >build.log 2>&1; then

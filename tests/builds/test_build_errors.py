@@ -120,13 +120,31 @@ def test_a_compiler_without_the_standard_of_this_torch_is_too_old(tmp_path: Path
         assert "too old" not in done.stderr
 
 
+def check_clang_build(path: Path) -> subprocess.CompletedProcess[str]:
+    """The script of .ci/run on a machine without Clang, whose programs are those of the folder `path`."""
+    command = [shutil.which("bash"), ROOT / "tools" / "check_clang_build.sh"]
+    env = {"PATH": str(path), "CLANG": "no-such-clang"}
+    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=120)
+
+
 def test_a_machine_that_cannot_have_clang_says_that_nothing_was_checked(tmp_path: Path) -> None:
     """.ci/run goes on after status 2."""
-    command = [shutil.which("bash"), ROOT / "tools" / "check_clang_build.sh"]
-    env = {"PATH": str(tmp_path), "CLANG": "no-such-clang"}
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=120)
+    done = check_clang_build(tmp_path)
     assert done.returncode == 2
     assert "not checked: no no-such-clang with OpenMP, and neither apt-get nor dnf" in done.stderr
+
+
+def test_clang_comes_from_the_packages_of_the_distribution(tmp_path: Path) -> None:
+    """With stand-ins that install nothing."""
+    env = shutil.which("env")
+    scripts = {"apt-get": f'echo "$*" >>{tmp_path}/log', "sudo": 'shift; exec "$@"', "env": f'exec {env} "$@"'}
+    for name, script in scripts.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    done = check_clang_build(tmp_path)
+    update, install = (tmp_path / "log").read_text().splitlines()
+    assert update.startswith("update") and install.startswith("install") and install.endswith("clang libomp-dev")
+    assert done.returncode == 1 and "no-such-clang does not compile with OpenMP" in done.stderr
 
 
 STREAM = """
