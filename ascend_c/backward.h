@@ -513,12 +513,10 @@ class BackwardVector : VectorCore {
 template <typename T, class A>
 __aicore__ inline void Backward(const A& arguments) {
   if ASCEND_IS_AIC {
-    BackwardCube<T, A> cube(arguments);
-    cube.Run();
+    RunPart<BackwardCube<T, A>>(arguments);
   }
   if ASCEND_IS_AIV {
-    BackwardVector<T, A> vector(arguments);
-    vector.Run();
+    RunPart<BackwardVector<T, A>>(arguments);
   }
 }
 

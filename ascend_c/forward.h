@@ -491,12 +491,10 @@ class ForwardVector : VectorCore {
 template <typename T, class A>
 __aicore__ inline void Forward(const A& arguments) {
   if ASCEND_IS_AIC {
-    ForwardCube<T, A> cube(arguments);
-    cube.Run();
+    RunPart<ForwardCube<T, A>>(arguments);
   }
   if ASCEND_IS_AIV {
-    ForwardVector<T, A> vector(arguments);
-    vector.Run();
+    RunPart<ForwardVector<T, A>>(arguments);
   }
 }
 

@@ -116,15 +116,11 @@ struct SizesOf {
 
 constexpr int64_t kWorkspaceAlignment = 512;
 
-// Event ids within a cube core. The vendor's page on SetFlag leaves 0 to 5 to kernels without queues: 6 is reserved,
-// and 7 belongs to its own automatic synchronisation.
-constexpr int32_t kLastEvent = 5;
+// Event ids within a cube core.
 constexpr int32_t kResidentEvent = 0;  // and 1: from M to MTE2, when a task's operand may be overwritten
 constexpr int32_t kWideEvent = 0;      // and 1: from MTE1 to MTE2, when a step's left operand may be
 constexpr int32_t kRingEvent = 2;      // .. 2 + kRing - 1: between MTE2 and MTE1, both directions
-static_assert(kRingEvent + kRing - 1 <= kLastEvent, "free event ids");
-// From M to MTE1: on these chips TPipe sets flags 0, 1 and 2 itself, and its destructor waits for them.
-constexpr int32_t kStageEvent = 3;  // and 4
+constexpr int32_t kStageEvent = 0;     // and 1: from M to MTE1, when a stage of L0 may be overwritten
 
 // --- flags between the cores of a block
 constexpr uint16_t kScoresReady = 0;         // cube -> vector, when a block of scores is in the workspace

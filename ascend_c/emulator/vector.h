@@ -631,6 +631,8 @@ void CreateVecIndex(LocalTensor<T> dst, const T& firstValue, uint32_t count, Sit
   constexpr uint32_t kLanes = ascend_emulator::kBlock / sizeof(T);
   if (count == 0) return;
   dst.operand("CreateVecIndex", "the destination", int64_t(count) * int64_t(sizeof(T)), site);
+  if (!ascend_emulator::core().has_pipe_object())
+    ascend_emulator::fail(site, "CreateVecIndex: it takes an event id from a TPipe, which this kernel does not have");
   for (uint32_t i = 0; i < std::min(count, kLanes); ++i) dst.SetValue(i, T(firstValue + T(i)), site);
   const int id = ascend_emulator::core().event_ids.unused(HardEvent::S_V, site);
   ascend_emulator::core().set_flag(HardEvent::S_V, id, site);
