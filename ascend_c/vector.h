@@ -27,6 +27,15 @@ __aicore__ inline void RoundRepeats(const AscendC::LocalTensor<T>& to, const Asc
     AscendC::Muls(to, from, 1.0f, kLanes, repeats, {1, 1, 8, 8});
 }
 
+template <typename T>
+__aicore__ inline void Widen(const AscendC::LocalTensor<float>& to, const AscendC::LocalTensor<T>& from,
+                             int32_t count) {
+  if constexpr (sizeof(T) == 2)
+    AscendC::Cast(to, from, AscendC::RoundMode::CAST_NONE, count);
+  else
+    AscendC::Muls(to, from, 1.0f, count);
+}
+
 class VectorCore {
  protected:
   __aicore__ VectorCore() {}
@@ -49,14 +58,6 @@ class VectorCore {
                                int32_t count) {
     if constexpr (sizeof(T) == 2)
       AscendC::Cast(to, from, AscendC::RoundMode::CAST_RINT, count);
-    else
-      AscendC::Muls(to, from, 1.0f, count);
-  }
-  template <typename T>
-  __aicore__ static void Widen(const AscendC::LocalTensor<float>& to, const AscendC::LocalTensor<T>& from,
-                               int32_t count) {
-    if constexpr (sizeof(T) == 2)
-      AscendC::Cast(to, from, AscendC::RoundMode::CAST_NONE, count);
     else
       AscendC::Muls(to, from, 1.0f, count);
   }

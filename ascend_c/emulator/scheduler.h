@@ -71,6 +71,7 @@ enum class Mode { eager, late, random, time };
 struct Options {
   Mode mode = Mode::eager;
   uint64_t seed = 0;
+  bool refuses_nan = false;  // in products, where the documents want none
 };
 
 class Core;
@@ -139,9 +140,9 @@ struct Flag {
   double time = 0;
 };
 
-// Bits of the control register. Nothing documents what an earlier kernel leaves in it: integers saturate, and products
-// of fp32 are rounded to HF32, until the kernel says otherwise.
-constexpr int kCtrlIntegersSaturate = 53, kCtrlHf32 = 46;
+// Bits of the control register. Nothing documents what an earlier kernel leaves in it: integers saturate, products of
+// fp32 are rounded to HF32, and infinities and NaN become finite, until the kernel says otherwise.
+constexpr int kCtrlIntegersSaturate = 53, kCtrlNotFinite = 48, kCtrlHf32 = 46;
 constexpr uint64_t kCtrlAtStart = uint64_t(1) << kCtrlIntegersSaturate | uint64_t(1) << kCtrlHf32;
 
 // Where a core stands in a launch.
@@ -186,6 +187,7 @@ class Core {
     }
   } event_ids;
   // Whether bytes are moved and checked; false if only the time model runs.
+  bool refuses_nan() const { return options_.refuses_nan; }
   bool checks_data() const { return options_.mode != Mode::time; }
   // Writes back and invalidates cached GM: the bytes of this address's line from there on, or all lines.
   void invalidate(const void* address) { cache_.invalidate(address, scalar_clock_); }

@@ -14,6 +14,7 @@ template <typename Out, typename In>
 __aicore__ void around(GM_ADDR in0, GM_ADDR in1, GM_ADDR output,
                        const std::function<void(LocalTensor<Out>, LocalTensor<In>, LocalTensor<In>)>& op) {
   InitSocState();
+  set_ctrl(sbitset1(get_ctrl(), 48));  // infinities and NaN stay what they are
   GlobalTensor<In> g0, g1;
   GlobalTensor<Out> g_out;
   g0.SetGlobalBuffer((__gm__ In*)in0);

@@ -253,6 +253,10 @@ std::map<std::string, std::function<void(Cube&)>> cube_cases = {
      }},
     {"drain_extent", [](Cube& t) { Fixpipe(t.out, t.l0c, Drained(16, 48, 32, 48)); }},  // fault: drain_extent
     {"drain_rows", [](Cube& t) { Fixpipe(t.out, t.l0c, Drained(8193, 16, 16, 16)); }},  // fault: drain_rows
+    {"drain_strips",
+     [](Cube& t) {
+       Fixpipe<float, float, CFG_NZ>(t.out, t.l0c, Drained(16, 32, 16, 31));  // fault: drain_strips
+     }},
     {"drain_stride", [](Cube& t) { Fixpipe(t.out, t.l0c, Drained(16, 16, 20, 16)); }},  // fault: drain_stride
 };
 

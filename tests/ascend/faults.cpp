@@ -302,6 +302,21 @@ std::map<std::string, std::function<void(GM_ADDR, GM_ADDR)>> cases = {
        Bench t(x, y);
        CreateVecIndex(t.a, 0.0f, kElements);  // fault: index_without_a_pipe
      }},
+    {"infinity_becomes_finite",
+     [](GM_ADDR x, GM_ADDR y) {
+       Bench t(x, y);
+       Duplicate(t.a, 1e9f, kElements);
+       PipeBarrier<PIPE_V>();
+       Cast(t.b.ReinterpretCast<half>(), t.a, RoundMode::CAST_RINT, 64);  // fault: infinity_becomes_finite
+     }},
+    {"half_sum_saturates",
+     [](GM_ADDR x, GM_ADDR y) {
+       Bench t(x, y);
+       const LocalTensor<half> a = t.a.ReinterpretCast<half>(), b = t.b.ReinterpretCast<half>();
+       Duplicate(a, half(6e4f), 64);
+       PipeBarrier<PIPE_V>();
+       Add(b, a, a, 64);  // fault: half_sum_saturates
+     }},
     {"dropped_wait",
      [](GM_ADDR x, GM_ADDR y) {
        Bench t(x, y);

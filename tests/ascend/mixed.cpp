@@ -142,6 +142,10 @@ class Cube {
     p.quantPre = quant;
     if (has("rows_overlap")) p.dstStride = 16;
     if (has("out_of_bounds") && pitch == Round16(s.d)) to = to[16];
+    if (has("out_in_fractals") && quant != NoQuant) {  // strips of 16 columns
+      p.dstStride = s.m;
+      return Fixpipe<T, float, CFG_NZ>(to, l0c, p);
+    }
     Fixpipe(to, l0c, p);  // fault: no_drain_flag no_quant_to_half out_of_bounds columns_not_whole rows_overlap
     if (has("no_drain_flag")) WaitFlag<HardEvent::M_FIX>(0);
   }

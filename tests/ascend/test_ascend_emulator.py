@@ -371,6 +371,15 @@ def test_cube_and_vector_cores_work_together(programs: Path, tmp_path: Path, siz
     assert all((result == results[0]).all() for result in results)
 
 
+def test_products_are_stored_in_fractals(programs: Path, tmp_path: Path) -> None:
+    m, _, _, d = sizes = (37, 53, 45, 61)
+    errors, _, got, expected = mixed(programs, tmp_path, "out_in_fractals", "random", 0, 2, sizes)
+    strips = np.fromfile(tmp_path / "out", dtype=np.float16).reshape(2, -(-d // 16), m, 16)
+    got = strips.transpose(0, 2, 1, 3).reshape(2, m, -1)[..., :d]
+    assert errors == []
+    np.testing.assert_allclose(got, np.broadcast_to(expected, got.shape), rtol=3e-3, atol=5e-3)
+
+
 def test_double_buffering_overlaps_in_the_time_model(programs: Path, tmp_path: Path) -> None:
     np.zeros((64, 512), np.float16).tofile(tmp_path / "x")
     _, counters = run(programs / "softmax", "eager", 0, 1, 64, 512, tmp_path / "x", tmp_path / "y")
@@ -437,6 +446,8 @@ FAULTS = {
     "registers_in_any_state": r"Duplicate: mask and atomic registers are as the kernel before left them: .* InitSocState\(\)",
     "ends_before_its_pipes": r"the kernel ends before the pipes do: .* PipeBarrier<PIPE_ALL>\(\)",
     "index_without_a_pipe": r"CreateVecIndex: it takes an event id from a TPipe",
+    "infinity_becomes_finite": r"Cast saturates a result that is not finite; .* set CTRL\[48\]",
+    "half_sum_saturates": r"Add saturates a result that is not finite",
     "dropped_wait": r"race: Adds on V reads UB that DataCopy on MTE2 \(faults.cpp:\d+\) writes.*MTE2_V|"
     r"race: DataCopy on MTE2 writes UB that Adds on V \(faults.cpp:\d+\) reads.*V_MTE2",
     "no_flag_before_store": r"race: DataCopy on MTE3 reads UB that Adds on V \(faults.cpp:\d+\) writes.*V_MTE3|"
@@ -698,6 +709,7 @@ ARGUMENTS = {
     "drain_position": "Fixpipe: the source is in L0A but must be in L0C",
     "drain_extent": "Fixpipe: the source spans 5120 bytes from its start, but the tensor has 4096",
     "drain_rows": "Fixpipe: mSize 8193 is outside 1..8192",
+    "drain_strips": "Fixpipe: strips of 16 of 32 columns and 16 rows overlap or end early at dstStride 31 blocks",
     "drain_stride": "Fixpipe: srcStride 20 must be a multiple of 16, the rows of an L0C fractal",
 }
 

@@ -70,6 +70,7 @@ CODE_SIZE_INLINE uint64_t pack(int width, T first, Rest... rest) {
 CODE_SIZE_INLINE uint64_t get_ctrl() { return code_size::result(0); }
 CODE_SIZE_INLINE void set_ctrl(uint64_t value) { code_size::instruction(value); }
 CODE_SIZE_INLINE uint64_t sbitset0(uint64_t value, int64_t bit) { return value & ~(uint64_t(1) << bit); }
+CODE_SIZE_INLINE uint64_t sbitset1(uint64_t value, int64_t bit) { return value | uint64_t(1) << bit; }
 
 namespace AscendC {
 
