@@ -22,7 +22,8 @@ usage: bash build.sh -arch NAME [-soc SOC] [-mode npu|emulator|check] [-j N] [-d
   -mode check     checks the requirements of -mode npu, prints what it found, and builds nothing
   -soc SOC        another chip of the same architecture, if NAME is one
   -j N            parallel compiler processes (default: the number of cores)
-  -debug          with debug information and without optimisation; recompiles the whole emulator
+  -debug          with debug information and without optimisation; for an NPU also with CANN's own checks of arguments on the
+                  device (ASCENDC_DEBUG), which slow the kernels down; recompiles the whole emulator
   -clean          removes what was built before
 
 NAME is an architecture of this list, or one of its chips as npu-smi prints it: 910B3, 910B4-1, 910_9392 (in any case; Ascend

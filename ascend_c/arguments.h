@@ -23,11 +23,13 @@ struct Arguments : AttnGradParams {
   // Whether the kernel finds delta of rows with few keys (row_delta.h): beside the code of every option the instruction
   // cache has no room for it.
   static constexpr bool kFindsDelta = true;
+  static constexpr bool kDealsByArea = true;  // schedule.h, likewise
 
   PlainScore<float, false> score;  // score.h
   float cap = 0;                   // softcap; 0: none
   float inner = 0;                 // softmax_scale / softcap
   float inverse_keep = 1.0f;       // 1 / p_keep of dropout
+  bool exact_scale = false;        // softmax_scale is a power of two
 
   // Backward, in the workspace: per-row values and sums of all rows of a head, one head after the other, in fp32.
   int64_t rows_q = 0, rows_k = 0;  // rows per head: total_q or batch * seqlen_q; likewise for keys
@@ -76,7 +78,7 @@ constexpr uint32_t kPlainOptions = kSoftcap, kDropoutOptions = kSoftcap | kDropo
 // in the way it asks Arguments, which stand for every option, and the compiler leaves out the code of the others.
 template <uint32_t kOptions>
 struct ArgumentsWith : Arguments {
-  static constexpr bool kFindsDelta = kOptions != kEveryOption;
+  static constexpr bool kFindsDelta = kOptions != kEveryOption, kDealsByArea = kFindsDelta;
 
   FLASHATTN_HOST_DEVICE bool has_softcap() const { return (kOptions & kSoftcap) && Arguments::has_softcap(); }
   FLASHATTN_HOST_DEVICE bool has_bias() const { return (kOptions & kBiases) && Arguments::has_bias(); }

@@ -45,7 +45,7 @@ class GradSteps {
       : a(arguments),
         tasks(arguments, Side::keys, arguments.deterministic),
         queries_of_step(queries_of_step),
-        isolates(a.has_intervals() && AnyNotFinite(a, 0, a.check_count)) {}
+        isolates(a.has_intervals() && AnyNotFinite(a)) {}
 
   __aicore__ bool Next(GradStep* step) {
     step->first = false;
@@ -101,7 +101,7 @@ class GradSteps {
   }
 
   const A& a;
-  Tasks tasks;
+  Tasks<A::kDealsByArea> tasks;
   Task task;
   TileMask::Range visible = {0, 0};
   int32_t queries_of_step;
@@ -513,12 +513,10 @@ class BackwardVector : VectorCore {
 template <typename T, class A>
 __aicore__ inline void Backward(const A& arguments) {
   if ASCEND_IS_AIC {
-    BackwardCube<T, A> cube(arguments);
-    cube.Run();
+    RunPart<BackwardCube<T, A>>(arguments);
   }
   if ASCEND_IS_AIV {
-    BackwardVector<T, A> vector(arguments);
-    vector.Run();
+    RunPart<BackwardVector<T, A>>(arguments);
   }
 }
 

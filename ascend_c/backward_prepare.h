@@ -41,9 +41,10 @@ class BackwardPrepare : VectorCore {
     if (a.has_intervals()) {  // overlaps with the stores of zeros
       const int64_t keys = a.is_varlen() ? a.total_k : a.seqlen_k;
       SetFlag<HardEvent::V_MTE2>(1);
-      Check(a.q, batch, rows, a.heads_q, a.head_dim);
-      Check(a.k, batch, keys, a.heads_k, a.head_dim);
-      Check(a.v, batch, keys, a.heads_k, a.head_dim_v);
+      TensorCheck<T> tensors(loaded_dout, loaded_out, dout, out);  // in the buffers of delta
+      tensors.Run(&check, a.q, batch, rows, a.heads_q, a.head_dim);
+      tensors.Run(&check, a.k, batch, keys, a.heads_k, a.head_dim);
+      tensors.Run(&check, a.v, batch, keys, a.heads_k, a.head_dim_v);
       WaitFlag<HardEvent::V_MTE2>(1);
     }
     const int64_t chunks = (rows + kRowsAtATime - 1) / kRowsAtATime;
@@ -57,7 +58,7 @@ class BackwardPrepare : VectorCore {
   }
 
  private:
-  static constexpr int32_t kRowsAtATime = 32;
+  static constexpr int32_t kRowsAtATime = TensorCheck<T>::kRowsAtATime;
   static constexpr int32_t kZeros = 8192;
 
   __aicore__ void Clear(void* sums, int64_t elements) {
@@ -68,27 +69,6 @@ class BackwardPrepare : VectorCore {
   __aicore__ void Load(const AscendC::LocalTensor<T>& to, const TensorView& view, int64_t b, int64_t head, int64_t row,
                        int32_t rows, int32_t dim) {
     LoadRows(to, RoundUp(dim, kLanes), Head<T>(view, b, head, row), view.row_stride, rows, dim);
-  }
-
-  // Sums up a tensor in the buffers of delta, with two loads in flight.
-  __aicore__ void Check(const TensorView& view, int64_t batch, int64_t rows, int64_t heads, int32_t dim) {
-    using namespace AscendC;
-    const int64_t chunks = (rows + kRowsAtATime - 1) / kRowsAtATime;
-    const int32_t pitch = RoundUp(dim, kLanes);
-    for (int64_t item = GetBlockIdx(); item < batch * heads * chunks; item += GetBlockNum()) {
-      const int64_t row = item % chunks * kRowsAtATime, head = item / chunks % heads, b = item / chunks / heads;
-      const int32_t some = Lesser(kRowsAtATime, rows - row), buffer = checked++ % 2;
-      const LocalTensor<T> loaded = buffer ? loaded_out : loaded_dout;
-      const LocalTensor<float> x = buffer ? out : dout;
-      WaitFlag<HardEvent::V_MTE2>(buffer);
-      Load(loaded, view, b, head, row, some, dim);
-      SetFlag<HardEvent::MTE2_V>(buffer);
-      WaitFlag<HardEvent::MTE2_V>(buffer);
-      Widen(x, loaded, some * pitch);
-      Barrier();
-      SetFlag<HardEvent::V_MTE2>(buffer);
-      check.Add(x, some, dim, pitch / 8);
-    }
   }
 
   __aicore__ void Delta(int64_t b, int64_t head, int64_t row, int32_t rows) {
@@ -135,7 +115,6 @@ class BackwardPrepare : VectorCore {
   AscendC::LocalTensor<T> loaded_dout, loaded_out;
   AscendC::LocalTensor<float> dout, out, delta, dlse, zeros;
   FiniteCheck check;
-  int32_t checked = 0;
 };
 
 }  // namespace ascend

@@ -37,7 +37,6 @@ class Biases {
 
   __aicore__ explicit Biases(const Arguments& arguments) : a(arguments) {}
 
-  // Call it before UB is used.
   __aicore__ void SetMemory(const AscendC::LocalTensor<float>& memory, int32_t rows, int32_t keys, int32_t pitch) {
     using namespace AscendC;
     piece_rows = PieceRows(pitch);
@@ -45,7 +44,10 @@ class Biases {
     key_numbers = memory;
     row_numbers = key_numbers[keys];
     pieces = row_numbers[8 * rows];
-    Count(key_numbers, keys);
+    CountLanes(key_numbers);
+    for (int32_t at = kLanes; at < keys; at += kLanes)
+      Adds(key_numbers[at], key_numbers, float(at), kLanes, 1, {1, 1, 8, 8});
+    Barrier();
     // -r for row r, in every lane of a block.
     Muls(pieces, key_numbers, -1.0f, RoundUp(rows, 8));
     Barrier();

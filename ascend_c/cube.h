@@ -2,6 +2,7 @@
 // each operand and of the sums are in flight; flags say when a buffer holds its contents and when it is free again.
 #pragma once
 
+#include "core.h"
 #include "schedule.h"
 
 namespace flashattn_ext {
@@ -41,16 +42,12 @@ class CubeCore {
   static constexpr int32_t kLeft = kRows * kInner, kRight = kTile * kInner;  // elements of a stage in L0
 
  public:
-  __aicore__ CubeCore() {
+  __aicore__ CubeCore()
+      : l1(AscendC::TPosition::A1, 0, Sizes::kTiles.l1_bytes() / kElement),
+        l0a(AscendC::TPosition::A2, 0, Sizes::kTiles.l0a_bytes() / kElement),
+        l0b(AscendC::TPosition::B2, 0, Sizes::kTiles.l0b_bytes() / kElement),
+        l0c(AscendC::TPosition::CO1, 0, Sizes::kTiles.l0c_bytes() / 4) {
     using namespace AscendC;
-    pipe.InitBuffer(l1_buffer, Sizes::kTiles.l1_bytes());
-    pipe.InitBuffer(l0a_buffer, Sizes::kTiles.l0a_bytes());
-    pipe.InitBuffer(l0b_buffer, Sizes::kTiles.l0b_bytes());
-    pipe.InitBuffer(l0c_buffer, Sizes::kTiles.l0c_bytes());
-    l1 = l1_buffer.template Get<T>();
-    l0a = l0a_buffer.template Get<T>();
-    l0b = l0b_buffer.template Get<T>();
-    l0c = l0c_buffer.template Get<float>();
     if constexpr (kElement == 4) SetHF32Mode(false);  // which would round the factors to 11 bits
     for (int32_t e = 0; e < kRingEvent + kRing; ++e) SetFlag<HardEvent::MTE1_MTE2>(e);
     for (int32_t e = 0; e < 2; ++e) {
@@ -301,11 +298,7 @@ class CubeCore {
     stage ^= 1;
   }
 
-  AscendC::TPipe pipe;
-  AscendC::TBuf<AscendC::TPosition::A1> l1_buffer;
-  AscendC::TBuf<AscendC::TPosition::A2> l0a_buffer;
-  AscendC::TBuf<AscendC::TPosition::B2> l0b_buffer;
-  AscendC::TBuf<AscendC::TPosition::CO1> l0c_buffer;
+  static_assert(kRingEvent + kRing - 1 <= kLastEvent, "free event ids");
   AscendC::LocalTensor<T> l1, l0a, l0b;
   AscendC::LocalTensor<float> l0c;
   int32_t ring = 0, stage = 0, sums = 0;

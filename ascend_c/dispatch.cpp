@@ -1,6 +1,7 @@
 #include "dispatch.h"
 
 #include <algorithm>
+#include <cmath>
 #include <iterator>
 
 #include "../csrc/backend.h"
@@ -84,6 +85,9 @@ void carve_backward(Carver* carver, Arguments* a, int64_t all_cores) {
 
 void set_numbers(Arguments* a) {
   a->score = PlainScore<float, false>::of(*a);
+  int exponent;
+  const float scale = a->score.softmax_scale;  // above 1 a product may overflow
+  a->exact_scale = scale <= 1 && std::isnormal(scale) && std::frexp(scale, &exponent) == 0.5f;
   a->cap = static_cast<float>(a->softcap);
   a->inner = a->softcap > 0 ? static_cast<float>(a->softmax_scale / a->softcap) : 0.0f;
   a->inverse_keep = static_cast<float>(1.0 / keep_probability(a->dropout_threshold));

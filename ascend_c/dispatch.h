@@ -36,7 +36,7 @@ Arguments forward_arguments(const AttnParams& p, int64_t cores);
 Arguments backward_arguments(const AttnGradParams& p, int64_t cores);
 Arguments dropout_mask_arguments(const AttnParams& p, bool* mask);
 
-enum class Stage { kForward, kPrepare, kBackward, kFinish, kDropoutMask };
+enum class Stage { kForwardCheck, kForward, kPrepare, kBackward, kFinish, kDropoutMask, kFixRate };
 
 // The row of the table of kernels (kernel_list.h) that runs a stage of a call, counted from 0.
 size_t kernel_of(Stage stage, const Arguments& a);

@@ -15,7 +15,7 @@
 // One flag in each direction and per step is enough. Scores of step t + kSlots overwrite slot t after PV(t), which
 // waits for P(t); P(t + kSlots) comes after O(t), which waits for PV(t); and PV(t + kSlots) waits for P(t + kSlots).
 //
-// With a Mask all three repeat their steps if a result is not finite, and isolate non-finite rows (isolation.h).
+// With a Mask, rows of V that are not finite are isolated (isolation.h).
 #pragma once
 
 #include "cube.h"
@@ -31,15 +31,6 @@ __aicore__ inline int32_t Columns(const A& a, int32_t keys) {
   return Pairs<T>(a) ? RoundUp(keys, 16) : keys;
 }
 
-// Whether the vector cores of this block stored a non-finite check.
-__aicore__ inline bool StoredNotFinite(const Arguments& a) {
-  using namespace AscendC;
-  const int64_t core = GetBlockIdx() / GetTaskRation();
-  DataCacheCleanAndInvalid<float, CacheLine::SINGLE_CACHE_LINE, DcciDst::CACHELINE_OUT>(
-      Global<float>((uint64_t)a.checks, 2 * core));
-  return AnyNotFinite(a, 2 * core, 2 * core + 2);
-}
-
 // T: type of the inputs. A: Arguments, or ArgumentsWith.
 template <typename T, class A>
 class ForwardCube {
@@ -50,21 +41,7 @@ class ForwardCube {
   __aicore__ explicit ForwardCube(const A& arguments) : a(arguments), workspace(arguments) {}
 
   __aicore__ void Run() {
-    FLASHATTN_ROLLED for (int32_t walk = 0; walk < 2; ++walk) {
-      if (walk == 1 && !WalksAgain()) break;
-      Walk(walk == 1);
-    }
-    cube.Finish();
-  }
-
- private:
-  __aicore__ bool WalksAgain() const {
-    if (!a.has_intervals()) return false;
-    AscendC::CrossCoreWaitFlag(kChecksStored);
-    return StoredNotFinite(a);
-  }
-  __aicore__ void Walk(bool isolates) {
-    Steps<A> steps(a, kKeys, isolates);
+    Steps<A> steps(a, kKeys);
     Step ring[kSlots], step;
     int32_t issued = 0;
     while (steps.Next(&step)) {
@@ -75,8 +52,10 @@ class ForwardCube {
       ++issued;
     }
     for (int32_t t = Greater(0, issued - kAhead); t < issued; ++t) MultiplyValues(ring[t % kSlots], t);
+    cube.Finish();
   }
 
+ private:
   // S of a step. The queries of a task stay in L1.
   __aicore__ void MultiplyKeys(const Step& step) {
     const Task& task = step.task;
@@ -156,10 +135,7 @@ class ForwardVector : VectorCore {
     softmax.SetMemory(Carve<float>(OnlineSoftmax<T, A>::kFloats), statistics_wide);
     if (a.has_bias())
       biases.SetMemory(Carve<float>(Biases<T>::FloatsOf(kChunkRows, kKeys, kPitch)), kChunkRows, kKeys, kPitch);
-    if (a.has_intervals()) {
-      intervals.SetMemory(Carve<float>(Intervals::FloatsOf(kChunkRows, kKeys)), kChunkRows, kKeys);
-      check.SetMemory(Carve<float>(FiniteCheck::kFloats));
-    }
+    if (a.has_intervals()) intervals.SetMemory(Carve<float>(Intervals::FloatsOf(kChunkRows, kKeys)), kChunkRows, kKeys);
     if (a.has_dropout()) {
       dropout.Init(a, Carve<int32_t>(Dropout::kConstantWords));
       constexpr int32_t kStep = Dropout::WordsOf(kStepTiles) + Dropout::PartsOf(kStepGroups, kMaxAcross);
@@ -183,32 +159,7 @@ class ForwardVector : VectorCore {
 
   __aicore__ void Run() {
     using namespace AscendC;
-    FLASHATTN_ROLLED for (int32_t walk = 0; walk < 2; ++walk) {
-      if (walk == 1 && !WalksAgain()) break;
-      Walk(walk == 1);
-    }
-    for (int32_t e = 0; e < 2; ++e) {
-      WaitFlag<HardEvent::V_MTE2>(e);
-      WaitFlag<HardEvent::MTE3_V>(e);
-    }
-    WaitFlag<HardEvent::MTE3_V>(kStatisticsEvent);
-    if (a.has_bias()) biases.Finish();
-    if (a.has_intervals()) intervals.Finish();
-  }
-
- private:
-  __aicore__ bool WalksAgain() {
-    using namespace AscendC;
-    if (!a.has_intervals()) return false;
-    check.Store(a, kIsolationEvent);
-    CrossCoreSetFlag<2, PIPE_MTE3>(kChecksStored);     // the cube core waits for both vector cores,
-    CrossCoreSetFlag<1, PIPE_MTE3>(kChecksExchanged);  // and each of them for the other one
-    CrossCoreWaitFlag(kChecksExchanged);
-    return StoredNotFinite(a);
-  }
-
-  __aicore__ void Walk(bool isolates) {
-    Steps<A> steps(a, kKeys, isolates);
+    Steps<A> steps(a, kKeys);
     Step ring[kSlots], step, next;
     int32_t issued = 0;
     for (bool more = Next(&steps, &next); more;) {
@@ -224,8 +175,16 @@ class ForwardVector : VectorCore {
       ++issued;
     }
     for (int32_t t = Greater(0, issued - kAhead); t < issued; ++t) Accumulate(ring[t % kSlots]);
+    for (int32_t e = 0; e < 2; ++e) {
+      WaitFlag<HardEvent::V_MTE2>(e);
+      WaitFlag<HardEvent::MTE3_V>(e);
+    }
+    WaitFlag<HardEvent::MTE3_V>(kStatisticsEvent);
+    if (a.has_bias()) biases.Finish();
+    if (a.has_intervals()) intervals.Finish();
   }
 
+ private:
   static constexpr int32_t kHalf = kRows / 2;
   static constexpr int32_t kChunk = kChunkRows * kPitch;  // scores of a buffer
   static constexpr int32_t kWide = 8;                     // a row's value in every lane of one block
@@ -240,7 +199,7 @@ class ForwardVector : VectorCore {
   // Bytes of UB for biases, a Mask and dropout. Dropout draws the words of one chunk at a time if UB has no room for a
   // whole step.
   static constexpr int32_t kBiasBytes = 4 * Biases<T>::FloatsOf(kChunkRows, kKeys, kPitch);
-  static constexpr int32_t kMaskBytes = 4 * (Intervals::FloatsOf(kChunkRows, kKeys) + FiniteCheck::kFloats);
+  static constexpr int32_t kMaskBytes = 4 * Intervals::FloatsOf(kChunkRows, kKeys);
   static constexpr int32_t kDropoutBytes =
       4 * (Dropout::kConstantWords + Dropout::WordsOf(kChunkTiles) + Dropout::PartsOf(kChunkGroups, kMaxAcross));
   static constexpr int32_t kMostBytes = Sizes::kTiles.ub_bytes(kMaxHeadDim) + kBiasBytes + kMaskBytes + kDropoutBytes;
@@ -418,7 +377,6 @@ class ForwardVector : VectorCore {
       Mul(output[c], output[c], statistics_wide, kLanes, task.rows, {1, 1, 0, pitch, pitch, 1});
     Ln(statistics, softmax.Sum(task), task.rows);
     Barrier();
-    if (a.has_intervals()) check.Add(output, 1, a.head_dim_v, pitch);
     Add(statistics, statistics, softmax.Maximum(task), task.rows);
     if (a.has_sink && softmax.Sink(task) > kHighest) {  // the maximum saturates at the largest finite number
       Barrier();
@@ -480,7 +438,6 @@ class ForwardVector : VectorCore {
   Biases<T> biases;
   Intervals intervals;
   OnlineSoftmax<T, A> softmax;
-  FiniteCheck check;
   AscendC::LocalTensor<float> scores, output, statistics, statistics_wide, not_finite;
   AscendC::LocalTensor<T> rounded;
   bool draws_steps = false;  // draws the words of a step at a time
@@ -491,12 +448,10 @@ class ForwardVector : VectorCore {
 template <typename T, class A>
 __aicore__ inline void Forward(const A& arguments) {
   if ASCEND_IS_AIC {
-    ForwardCube<T, A> cube(arguments);
-    cube.Run();
+    RunPart<ForwardCube<T, A>>(arguments);
   }
   if ASCEND_IS_AIV {
-    ForwardVector<T, A> vector(arguments);
-    vector.Run();
+    RunPart<ForwardVector<T, A>>(arguments);
   }
 }
 

@@ -20,7 +20,6 @@ class Intervals {
 
   __aicore__ explicit Intervals(const Arguments& arguments) : a(arguments) {}
 
-  // Call it before UB is used.
   __aicore__ void SetMemory(const AscendC::LocalTensor<float>& memory, int32_t rows, int32_t keys) {
     using namespace AscendC;
     most_keys = keys;
@@ -28,7 +27,7 @@ class Intervals {
     first = pairs[2 * keys];
     last = first[keys];
     row_numbers = last[keys];
-    Count(pairs, RoundUp(rows, 8));
+    CountLanes(pairs);
     Brcb(row_numbers, pairs, RoundUp(rows, 8) / 8, {1, 8});
     Barrier();
     Duplicate(pairs, int32_t(0), 4 * keys);

@@ -3,14 +3,10 @@
 // copies of their operands, made by the vector cores, in which rows with an inf or a NaN are zeros. The weights of
 // results that do see such a row become NaN. Steps that hide nothing multiply the tensors themselves.
 //
-// Normally all values are finite, and none of this runs. How a kernel detects it:
-//
-//   forward   every vector core sums up one row of each task's out. A non-finite value makes its column NaN or inf in
-//             every row: in rows that see it, and in rows where its weight is 0. If the sum is not finite, the cores
-//             of a block repeat all of their tasks with isolation.
-//   backward  backward_prepare.h sums up q, k, v and delta, which covers dout.
-//
-// Such a sum is a check: it is not finite if any of its terms is not. It may also overflow, which only costs time.
+// Normally all values are finite, and none of this runs. A stage before finds out, on the vector cores alone, because a
+// NaN in a product may raise an execution error: forward_check.h sums up v, backward_prepare.h q, k, v and delta, which
+// covers dout. Such a sum is a check: it is not finite if any of its terms is not. It may also overflow, which only
+// costs time.
 #pragma once
 
 #include "vector.h"
@@ -49,15 +45,6 @@ class FiniteCheck {
   AscendC::LocalTensor<float> sum, result;
 };
 
-// Whether a check of the vector cores [begin, end) failed.
-__aicore__ inline bool AnyNotFinite(const Arguments& a, int64_t begin, int64_t end) {
-  const AscendC::GlobalTensor<int32_t> checks = Global<int32_t>((uint64_t)a.checks);
-  constexpr int32_t kExponent = 0x7f800000;
-  bool any = false;
-  for (int64_t core = begin; core < end; ++core) any |= (checks.GetValue(core) & kExponent) == kExponent;
-  return any;
-}
-
 // Loads rows of a tensor, `stride` elements apart, into UB at a pitch of `width`, in whole repeats of which `dim`
 // elements are loaded.
 template <typename T>
@@ -73,6 +60,45 @@ __aicore__ inline void LoadRows(const AscendC::LocalTensor<T>& to, int32_t width
                 DataCopyExtParams(together ? rows : 1, dim * kElement, rows > 1 && together ? gap : 0, free_blocks, 0),
                 DataCopyPadExtParams<T>(false, 0, 0, T()));
 }
+
+// Sums up whole tensors, a few rows at a time, with two loads in flight.
+template <typename T>
+class TensorCheck {
+ public:
+  static constexpr int32_t kRowsAtATime = 32;
+
+  // Of both buffers: rows as they are loaded, and in fp32. `width`: elements of the longest row, in whole repeats.
+  __aicore__ TensorCheck(const AscendC::LocalTensor<T>& loaded0, const AscendC::LocalTensor<T>& loaded1,
+                         const AscendC::LocalTensor<float>& wide0, const AscendC::LocalTensor<float>& wide1)
+      : loaded0(loaded0), loaded1(loaded1), wide0(wide0), wide1(wide1) {}
+
+  // V_MTE2 of 0 and 1 are set before and after.
+  __aicore__ void Run(FiniteCheck* check, const TensorView& view, int64_t batch, int64_t rows, int64_t heads,
+                      int32_t dim) {
+    using namespace AscendC;
+    const int64_t chunks = (rows + kRowsAtATime - 1) / kRowsAtATime;
+    const int32_t pitch = RoundUp(dim, kLanes);
+    for (int64_t item = GetBlockIdx(); item < batch * heads * chunks; item += GetBlockNum()) {
+      const int64_t row = item % chunks * kRowsAtATime, head = item / chunks % heads, b = item / chunks / heads;
+      const int32_t some = Lesser(kRowsAtATime, rows - row), buffer = checked++ % 2;
+      const LocalTensor<T> loaded = buffer ? loaded1 : loaded0;
+      const LocalTensor<float> x = buffer ? wide1 : wide0;
+      WaitFlag<HardEvent::V_MTE2>(buffer);
+      LoadRows(loaded, pitch, Head<T>(view, b, head, row), view.row_stride, some, dim);
+      SetFlag<HardEvent::MTE2_V>(buffer);
+      WaitFlag<HardEvent::MTE2_V>(buffer);
+      Widen(x, loaded, some * pitch);
+      PipeBarrier<PIPE_V>();
+      SetFlag<HardEvent::V_MTE2>(buffer);
+      check->Add(x, some, dim, pitch / 8);
+    }
+  }
+
+ private:
+  AscendC::LocalTensor<T> loaded0, loaded1;
+  AscendC::LocalTensor<float> wide0, wide1;
+  int32_t checked = 0;
+};
 
 // A row among the copies of a core.
 template <typename T>

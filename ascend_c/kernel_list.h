@@ -5,6 +5,9 @@
 #pragma once
 
 #define FLASHATTN_KERNELS(KERNEL)                                                             \
+  KERNEL(FLASHATTN_VECTOR, kForwardCheck, kFloat16, kEveryOption, flash_forward_check_fp16)   \
+  KERNEL(FLASHATTN_VECTOR, kForwardCheck, kBFloat16, kEveryOption, flash_forward_check_bf16)  \
+  KERNEL(FLASHATTN_VECTOR, kForwardCheck, kFloat32, kEveryOption, flash_forward_check_fp32)   \
   KERNEL(FLASHATTN_MIXED, kForward, kFloat16, kPlainOptions, flash_forward_fp16)              \
   KERNEL(FLASHATTN_MIXED, kForward, kBFloat16, kPlainOptions, flash_forward_bf16)             \
   KERNEL(FLASHATTN_MIXED, kForward, kFloat32, kPlainOptions, flash_forward_fp32)              \
@@ -37,4 +40,5 @@
   KERNEL(FLASHATTN_VECTOR, kFinish, kFloat16, kEveryOption, flash_backward_finish_fp16)       \
   KERNEL(FLASHATTN_VECTOR, kFinish, kBFloat16, kEveryOption, flash_backward_finish_bf16)      \
   KERNEL(FLASHATTN_VECTOR, kFinish, kFloat32, kEveryOption, flash_backward_finish_fp32)       \
-  KERNEL(FLASHATTN_VECTOR, kDropoutMask, kFloat32, kEveryOption, flash_dropout_mask)
+  KERNEL(FLASHATTN_VECTOR, kDropoutMask, kFloat32, kEveryOption, flash_dropout_mask)          \
+  KERNEL(FLASHATTN_MIXED, kFixRate, kFloat32, kEveryOption, flash_fix_rate)

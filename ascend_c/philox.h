@@ -34,7 +34,6 @@ class Dropout {
   // Apply: four masks of a tile's words; ApplyRounded: two of them.
   __aicore__ static constexpr int32_t MasksOf(int32_t tiles) { return 4 * 4 * tiles * kLanes; }
 
-  // Call it before any other use of UB.
   __aicore__ void Init(const Arguments& a, const Words& constants) {
     using namespace AscendC;
     // Sums and products of integers wrap while bit 53 of CTRL is 0. SetSaturationFlag<SaturationMode::INT> does the
@@ -50,7 +49,8 @@ class Dropout {
     numbers = constants;
     low_bytes = constants[8];
     keys = constants[16];
-    Count(numbers, 8);
+    static_assert(kConstantWords >= kLanes, "there is room for a repeat, of which eight numbers are kept");
+    CountLanes(numbers);
     Duplicate(low_bytes, int32_t(0x00ff00ff), 8);
     FLASHATTN_ROLLED for (int32_t round = 4; round < kPhiloxRounds; ++round) {
       Duplicate(KeyLow(round), int32_t(LowOf(round)), 8);

@@ -130,11 +130,12 @@ __aicore__ inline void ClearHidden(const Arguments& a, const Task& task, const S
 template <typename T, class A>
 class OnlineSoftmax {
   using Sizes = SizesOf<sizeof(T)>;
+  static constexpr int32_t kScale = 8;  // a block
   static constexpr int32_t kHalf = kRows / 2, kChunkRows = Sizes::kChunkRows, kPitch = Sizes::kPitch;
   static constexpr int32_t kPitchBlocks = kPitch / 8;
 
  public:
-  static constexpr int32_t kFloats = (2 * kStatisticsRing + kSlots) * kHalf + 2 * kChunkRows;
+  static constexpr int32_t kFloats = (2 * kStatisticsRing + kSlots) * kHalf + 2 * kChunkRows + kScale;
 
   __aicore__ OnlineSoftmax(const A& arguments, Biases<T>* biases, Intervals* intervals)
       : a(arguments), biases(biases), intervals(intervals) {}
@@ -146,9 +147,11 @@ class OnlineSoftmax {
     decay = row_sum[kStatisticsRing * kHalf];
     chunk_maximum = decay[kSlots * kHalf];
     chunk_sum = chunk_maximum[kChunkRows];
+    scale = chunk_sum[kChunkRows];
     chunk_wide = wide;
+    AscendC::Duplicate(scale, a.score.softmax_scale, kScale);
     // Lanes beyond the last row enter the computation but not the results: they must hold finite values.
-    AscendC::Duplicate(chunk_maximum, 0.0f, kChunkRows);
+    AscendC::Duplicate(chunk_maximum, 0.0f, 2 * kChunkRows);
     AscendC::Duplicate(decay, 0.0f, kSlots * kHalf);
   }
 
@@ -186,11 +189,16 @@ class OnlineSoftmax {
     const int32_t rows = chunk.rows, columns = chunk.columns();
     const uint8_t all = chunk.repeats();
     const Scratch scratch = {tree, kChunkRows * kPitch * int32_t(sizeof(T)) / 4};
-    ScaleProducts<T>(a, chunk, scratch);
+    const bool late = ScalesLate();
+    if (!late) ScaleProducts<T>(a, chunk, scratch);
     BiasAndHide(a, step.task, step.task.head, chunk, biases, intervals, scratch);
     Update(Maximum(step.task)[row], Decay(step.slot)[row], s, rows, columns, tree);
-    for (int32_t c = 0; c < columns; c += kLanes)
-      Sub(s[c], s[c], chunk_wide, kLanes, rows, {1, 1, 0, kPitchBlocks, kPitchBlocks, 1});
+    for (int32_t c = 0; c < columns; c += kLanes) {
+      if (late)  // chunk_wide is the negative maximum
+        FusedMulAdd(s[c], scale, chunk_wide, kLanes, rows, {1, 0, 0, kPitchBlocks, 0, 1});
+      else
+        Sub(s[c], s[c], chunk_wide, kLanes, rows, {1, 1, 0, kPitchBlocks, kPitchBlocks, 1});
+    }
     Barrier();
     const LocalTensor<float> sum = Sum(step.task)[row];
     Exp(s, s, kLanes, all, {1, 1, 8, 8});
@@ -233,20 +241,32 @@ class OnlineSoftmax {
   }
 
  private:
+  // Whether products are scaled where the maximum is subtracted, in one instruction: where nothing else comes between,
+  // and the scale is a power of two, so that the product is exact and the result has the bits of two instructions.
+  __aicore__ bool ScalesLate() const { return a.exact_scale && !a.has_softcap() && !a.has_bias(); }
   __aicore__ static void Barrier() { AscendC::PipeBarrier<PIPE_V>(); }
   __aicore__ static int32_t At(const Task& task) { return task.number % kStatisticsRing * kHalf; }
 
-  // `maximum` becomes the larger one of the old and the new maxima, chunk_wide its copy in whole blocks, and
-  // chunk_decay exp(old - new maximum). The last two instructions overlap with the caller's next ones.
+  // `maximum` becomes the larger one of the old and the new maxima, chunk_wide its copy in whole blocks (its negative
+  // where products are scaled late), and chunk_decay exp(old - new maximum). The last two instructions overlap with the
+  // caller's next ones.
   __aicore__ void Update(const AscendC::LocalTensor<float>& maximum, const AscendC::LocalTensor<float>& chunk_decay,
                          const AscendC::LocalTensor<float>& s, int32_t rows, int32_t columns,
                          const AscendC::LocalTensor<float>& tree) {
     using namespace AscendC;
     Reduce(Of::maximum, chunk_maximum, s, rows, columns, tree);
+    if (ScalesLate()) {
+      Muls(chunk_maximum, chunk_maximum, a.score.softmax_scale, rows);
+      Barrier();
+    }
     Max(chunk_maximum, chunk_maximum, maximum, rows);
     Barrier();
     Sub(chunk_decay, maximum, chunk_maximum, rows);
-    Brcb(chunk_wide, chunk_maximum, RoundUp(rows, 8) / 8, {1, 8});
+    if (ScalesLate()) {
+      Muls(chunk_sum, chunk_maximum, -1.0f, rows);  // free until the sums
+      Barrier();
+    }
+    Brcb(chunk_wide, ScalesLate() ? chunk_sum : chunk_maximum, RoundUp(rows, 8) / 8, {1, 8});
     Barrier();
     Exp(chunk_decay, chunk_decay, rows);
     Adds(maximum, chunk_maximum, 0.0f, rows);
@@ -323,6 +343,7 @@ class OnlineSoftmax {
   const A& a;
   Biases<T>* biases;
   Intervals* intervals;
+  AscendC::LocalTensor<float> scale;                                 // of products, in every lane of a block
   AscendC::LocalTensor<float> row_maximum, row_sum;                  // [kStatisticsRing][kHalf]
   AscendC::LocalTensor<float> decay;                                 // [kSlots][kHalf]
   AscendC::LocalTensor<float> chunk_maximum, chunk_sum, chunk_wide;  // [kChunkRows], the last one in whole blocks

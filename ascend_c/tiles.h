@@ -64,8 +64,8 @@ struct Tiling {
   FLASHATTN_HOST_DEVICE constexpr int32_t ub_bytes(int32_t head_dim_v) const {
     const int32_t width = (head_dim_v + kLanes - 1) / kLanes * kLanes, half = rows / 2;
     const int32_t scores = 2 * chunk_rows() * pitch();
-    const int32_t of_rows = 2 * kStatisticsRing + kSlots + 1 + 8, of_chunk_rows = 2;
-    return scores * (4 + element) + (half * (width + of_rows) + chunk_rows() * of_chunk_rows) * 4;
+    const int32_t of_rows = 2 * kStatisticsRing + kSlots + 1 + 8, of_chunk_rows = 2, scale = 8;
+    return scores * (4 + element) + (half * (width + of_rows) + chunk_rows() * of_chunk_rows + scale) * 4;
   }
 };
 
@@ -116,22 +116,16 @@ struct SizesOf {
 
 constexpr int64_t kWorkspaceAlignment = 512;
 
-// Event ids within a cube core. The vendor's page on SetFlag leaves 0 to 5 to kernels without queues: 6 is reserved,
-// and 7 belongs to its own automatic synchronisation.
-constexpr int32_t kLastEvent = 5;
+// Event ids within a cube core.
 constexpr int32_t kResidentEvent = 0;  // and 1: from M to MTE2, when a task's operand may be overwritten
 constexpr int32_t kWideEvent = 0;      // and 1: from MTE1 to MTE2, when a step's left operand may be
 constexpr int32_t kRingEvent = 2;      // .. 2 + kRing - 1: between MTE2 and MTE1, both directions
-static_assert(kRingEvent + kRing - 1 <= kLastEvent, "free event ids");
-// From M to MTE1: on these chips TPipe sets flags 0, 1 and 2 itself, and its destructor waits for them.
-constexpr int32_t kStageEvent = 3;  // and 4
+constexpr int32_t kStageEvent = 0;     // and 1: from M to MTE1, when a stage of L0 may be overwritten
 
 // --- flags between the cores of a block
 constexpr uint16_t kScoresReady = 0;         // cube -> vector, when a block of scores is in the workspace
 constexpr uint16_t kProbabilitiesReady = 1;  // vector -> cube
 constexpr uint16_t kPartialReady = 2;        // cube -> vector: P V of a block
-constexpr uint16_t kChecksStored = 3;        // vector -> cube, after all steps of a forward with a Mask
-constexpr uint16_t kChecksExchanged = 4;     // between the vector cores, likewise
 
 constexpr int32_t kGradPitch = kTile + 16;  // backward: fp32 of a row in UB, 18 blocks
 static_assert(kStatisticsRing > kAhead, "a task that waits for its last product keeps its statistics");

@@ -1,6 +1,7 @@
 // Common parts of the vector core's stages: UB carved up by hand, a vector core's half of the rows, the mask.
 #pragma once
 
+#include "core.h"
 #include "schedule.h"
 
 // Keeps a loop's code short: the instruction cache of a vector core has 16 KB by one of the vendor's documents.
@@ -26,15 +27,24 @@ __aicore__ inline void RoundRepeats(const AscendC::LocalTensor<T>& to, const Asc
     AscendC::Muls(to, from, 1.0f, kLanes, repeats, {1, 1, 8, 8});
 }
 
+template <typename T>
+__aicore__ inline void Widen(const AscendC::LocalTensor<float>& to, const AscendC::LocalTensor<T>& from,
+                             int32_t count) {
+  if constexpr (sizeof(T) == 2)
+    AscendC::Cast(to, from, AscendC::RoundMode::CAST_NONE, count);
+  else
+    AscendC::Muls(to, from, 1.0f, count);
+}
+
 class VectorCore {
  protected:
-  __aicore__ VectorCore() { pipe.InitBuffer(ub, kUbBytes); }
+  __aicore__ VectorCore() {}
 
   template <typename T>
   __aicore__ AscendC::LocalTensor<T> Carve(int32_t elements) {
     const int32_t at = used;
     used += RoundUp(elements * int32_t(sizeof(T)), 32);
-    return ub.GetWithOffset<T>(elements, at);
+    return AscendC::LocalTensor<T>(AscendC::TPosition::VECIN, at, elements);  // what DataCopyPad takes
   }
   // Elements left to carve.
   template <typename T>
@@ -48,14 +58,6 @@ class VectorCore {
                                int32_t count) {
     if constexpr (sizeof(T) == 2)
       AscendC::Cast(to, from, AscendC::RoundMode::CAST_RINT, count);
-    else
-      AscendC::Muls(to, from, 1.0f, count);
-  }
-  template <typename T>
-  __aicore__ static void Widen(const AscendC::LocalTensor<float>& to, const AscendC::LocalTensor<T>& from,
-                               int32_t count) {
-    if constexpr (sizeof(T) == 2)
-      AscendC::Cast(to, from, AscendC::RoundMode::CAST_NONE, count);
     else
       AscendC::Muls(to, from, 1.0f, count);
   }
@@ -97,8 +99,6 @@ class VectorCore {
   }
 
  private:
-  AscendC::TPipe pipe;
-  AscendC::TBuf<AscendC::TPosition::VECCALC> ub;
   int32_t used = 0;
 };
 
@@ -112,14 +112,17 @@ __aicore__ inline uint64_t PairLanes(uint64_t lanes) {
   return lanes ^ swapped ^ (swapped << 1);
 }
 
-// The numbers 0, 1, 2 .. in fp32 or int32. The scalar unit writes the first ones without waiting: only at the
-// start, where UB has not been used. Afterwards it waits for the vector unit, whose flag the next call sets again.
+// The numbers 0 to 63, in fp32 or int32. CreateVecIndex would take its event ids from a TPipe.
 template <typename T>
-__aicore__ inline void Count(const AscendC::LocalTensor<T>& to, int32_t count) {
+__aicore__ inline void CountLanes(const AscendC::LocalTensor<T>& to) {
   using namespace AscendC;
-  CreateVecIndex(to, T(0), count);
-  SetFlag<HardEvent::V_S>(0);
-  WaitFlag<HardEvent::V_S>(0);
+  Duplicate(to, T(0), kLanes);
+  uint64_t lanes[2] = {~uint64_t(0), 0};  // those whose number has the bit `step`
+  FLASHATTN_ROLLED for (int32_t step = kLanes / 2; step > 0; step /= 2) {
+    lanes[0] ^= lanes[0] >> step;
+    PipeBarrier<PIPE_V>();
+    Adds(to, to, T(step), lanes, 1, {1, 1, 8, 8});
+  }
   PipeBarrier<PIPE_V>();
 }
 

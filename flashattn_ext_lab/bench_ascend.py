@@ -27,6 +27,10 @@ CORES, FLOP_PER_CYCLE, GIGAHERTZ = 24, 8192, 1.8
 PEAK_TFLOPS = CORES * FLOP_PER_CYCLE * GIGAHERTZ * 1e-3
 MODELLED_CORES = 2  # every core gets the same bandwidth: two cores behave like 24
 SCORES = ("", "softcap", "alibi", "relative bias", "bias")  # as the library counts them
+PACKED, PACKED_HEADS = (
+    "packed",
+    4,
+)  # documents as packed sequences, on all cores, which share tasks of different lengths
 DROPOUT, THRESHOLD = 0.1, 230  # how many of 256 random numbers keep a weight
 
 
@@ -42,7 +46,8 @@ def cases(quick: bool) -> list[Case]:
     dropout = [replace(case, dropout=DROPOUT) for case in plain if not (case.causal and case.backward)]
     scores = [_case(S, 128, backward=backward, score=name) for name in SCORES[1:] for backward in ways]
     masks = [_case(long, D, True, backward=backward, lengths=lengths) for D in (64, 128) for backward in ways]
-    return plain + dropout + scores + masks
+    heads = dict(Hq=PACKED_HEADS, Hk=PACKED_HEADS)
+    return plain + dropout + scores + masks + [replace(case, set=PACKED, **heads) for case in masks]
 
 
 def measure(*, quick: bool) -> dict[str, Any]:
@@ -63,20 +68,27 @@ def model(library: ctypes.CDLL, case: Case) -> dict[str, Any]:
     smooth = False
     sizes = [case.B, case.S, case.S, *heads, case.D, case.D, case.causal, threshold, smooth, case.backward]
     tensors: list[torch.Tensor] = []
-    if case.lengths:
+    packed, cores = case.set == PACKED, CORES if case.set == PACKED else MODELLED_CORES
+    starts = torch.tensor([0, *case.lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    if packed:
+        sizes[1] = sizes[2] = max(case.lengths)
+    elif case.lengths:
         ids = torch.arange(len(case.lengths)).repeat_interleave(torch.tensor(case.lengths))
         mask = flashattn_ext.Mask.documents(ids[None])
         tensors = [mask.intervals, mask.extremes()]
     pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors] or [None, None]
+    pointers.append(ctypes.c_void_p(starts.data_ptr()) if packed else None)
     results = (ctypes.c_double * (5 + 2 * len(PIPES) + MEMORIES))()
     error = library.flashattn_ext_model(
-        (ctypes.c_int64 * 13)(*map(int, sizes), MODELLED_CORES, SCORES.index(case.score)), *pointers, results
+        (ctypes.c_int64 * 15)(*map(int, sizes), cores, SCORES.index(case.score), len(case.lengths), case.tokens),
+        *pointers,
+        results,
     )
     if error:
         raise RuntimeError(error.decode())
     span, tensors_read, tensors_written, workspace_read, workspace_written = results[:5]
     aic, aiv = results[5 : 5 + len(PIPES)], results[5 + len(PIPES) : -MEMORIES]
-    cube_use = case.flop / (span * MODELLED_CORES * FLOP_PER_CYCLE)
+    cube_use = case.flop / (span * cores * FLOP_PER_CYCLE)
 
     def busy(pipes: list[float], units: int) -> dict[str, float]:
         return {pipe: cycles / span / units for pipe, cycles in zip(PIPES, pipes, strict=True) if cycles}
@@ -85,15 +97,17 @@ def model(library: ctypes.CDLL, case: Case) -> dict[str, Any]:
         "cube_use": cube_use,
         "tflops": cube_use * PEAK_TFLOPS,
         "cycles": span,
-        "busy_aic": busy(aic, MODELLED_CORES),
-        "busy_aiv": busy(aiv, 2 * MODELLED_CORES),
+        "busy_aic": busy(aic, cores),
+        "busy_aiv": busy(aiv, 2 * cores),
         "tensor_bytes": {"read": tensors_read, "written": tensors_written},
         "workspace_bytes": {"read": workspace_read, "written": workspace_written},
     }
 
 
 COLUMNS: Columns = {
-    "pass": lambda row: f"{row['direction']} {'documents ' if row['lengths'] else ''}{row['option']}",
+    "pass": lambda row: (
+        f"{row['direction']} {'packed ' if row['set'] == PACKED else ''}{'documents ' if row['lengths'] else ''}{row['option']}"
+    ),
     **fields({"S": "S", "D": "D"}),
     **fields({"cube use": "cube_use"}, ".1%"),
     **fields({"TFLOP/s": "tflops"}, ".0f"),

@@ -6,6 +6,7 @@ Runs without the optional packages. The exit status is 1 if attention cannot run
 from __future__ import annotations
 
 import argparse
+import ctypes
 import functools
 import importlib.metadata
 import os
@@ -18,6 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import flashattn_ext
+from flashattn_ext import _build
 from flashattn_ext._build import BUILD_NPU, REBUILD, build_info, load_ascend, why_not_ascend
 
 from .console import INSTALL_EXTRAS
@@ -116,6 +118,7 @@ def _extension(import_error: Exception | None) -> list[Finding]:
         # The kernels on the NPU, from the smallest: the first failure is where to look; those after it are not tried.
         from . import npu_ladder
 
+        findings.append(_saturation())
         fix = "docs/ascend_first_run.md says what to send"
         for name, holds, text in npu_ladder.climb():
             findings.append(Finding(f"npu: {name}", text, holds, "" if holds else fix))
@@ -169,6 +172,20 @@ def _ascend() -> Finding:
         return missing(f"built for {soc}, but torch_npu sees no NPU", "see whether npu-smi info lists one")
     slow = "rows more than 65535 elements apart (stride of the sequence) are copied one by one, which is slow"
     return Finding("backend: ascend", f"built for {soc}, on {torch.npu.get_device_name()}; {slow}")
+
+
+def _saturation() -> Finding:
+    """What the device does with infinities and NaN. The kernels set the mode that keeps them for themselves."""
+    mode = ctypes.CDLL(str(_build._npu_library())).flashattn_ext_ascend_saturates()
+    if mode == 0:
+        return Finding("device: inf, NaN", "INF/NAN mode: they stay what they are")
+    if mode == 1:
+        text = (
+            "saturation mode: other operators make them finite in half and bfloat16, so that results with them differ from ours, "
+            "which keep them"
+        )
+        return _missing("device: inf, NaN", text, "unset INF_NAN_MODE_FORCE_DISABLE and INF_NAN_MODE_ENABLE")
+    return _missing("device: inf, NaN", "the runtime does not tell its mode", "expected is INF/NAN mode")
 
 
 def _self_check() -> Finding:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 import flashattn_ext
+from flashattn_ext.integrations import sdpa
 
 PATIENCE_SECONDS = 180  # importing torch_npu and loading the kernels takes half a minute on a busy machine
 DEVICE = "npu"
@@ -166,6 +167,58 @@ def _every_kernel() -> str:
     return f"out, lse and gradients of {len(LIMITS) * len(options)} calls: {len(options)} sets of options in fp16, bf16 and fp32"
 
 
+def _beside_torch() -> str:
+    """Calls of scaled_dot_product_attention with a mask: torch's own on the device, which torch_npu runs, beside ours. Ours must be
+    right; about torch's the text says where it drops the mask.
+    """
+    rows, keys, heads, limit = 70, 90, 2, 1e-2
+    generator = torch.Generator().manual_seed(3)
+    visible = torch.rand(1, 1, rows, keys, generator=generator) < 0.7
+    visible[..., 0] = True  # no row is empty
+    hidden = torch.zeros(visible.shape, dtype=torch.float16).masked_fill(~visible, -torch.inf)
+    masks: dict[str, dict[str, Any]] = {
+        "no mask": {},
+        "is_causal": {"is_causal": True},
+        "a bool mask": {"attn_mask": visible},
+        "an additive mask": {"attn_mask": hidden},
+    }
+    agrees, drops, differs = 0, [], []
+    for dim in (64, 80, 256):
+        q, k, v = (_random(1, heads, n, dim, seed=n + dim) for n in (rows, keys, keys + 1))
+        v = v[:, :, :keys]
+        wide = [t.float() for t in (q, k, v)]
+        on_device = [t.to(DEVICE) for t in (q, k, v)]
+        unmasked = _SDPA(*wide)
+        for name, options in masks.items():
+            call = f"{name} at D = {dim}"
+            given = {key: value.float() if value is hidden else value for key, value in options.items()}
+            expected = _SDPA(*wide, **given)
+            placed = {key: value.to(DEVICE) if isinstance(value, Tensor) else value for key, value in options.items()}
+            with sdpa.activate(report=True) as report:
+                ours = _SDPA(*on_device, **placed)
+            assert report is not None
+            if report.ours != 1:
+                raise Broken(f"{call} did not run on these kernels: {report}")
+            _compare(call, [ours], [expected], limit)
+            try:
+                theirs = _SDPA(*on_device, **placed)
+                _compare(call, [theirs], [expected], limit)
+                agrees += 1
+            except Broken:
+                try:
+                    _compare(call, [theirs], [unmasked], limit)
+                    drops.append(call)
+                except Broken as other:
+                    differs.append(str(other))
+            except RuntimeError as error:
+                differs.append(f"{call}: {str(error).splitlines()[0]}")
+    text = f"{3 * len(masks)} calls of scaled_dot_product_attention agree with the CPU; torch_npu's own do in {agrees}"
+    text += f", drop the mask in: {', '.join(drops)}" if drops else ""
+    return text + (f", and otherwise: {'; '.join(differs)}" if differs else "")
+
+
+_SDPA = torch.nn.functional.scaled_dot_product_attention
+
 RUNGS = {
     "mask kernel": _mask,
     "prepare": _prepare,
@@ -174,6 +227,7 @@ RUNGS = {
     "forward": lambda: _whole(backward=False),
     "backward": lambda: _whole(backward=True),
     "every kernel": _every_kernel,
+    "beside torch": _beside_torch,
 }
 
 

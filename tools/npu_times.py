@@ -2,7 +2,8 @@
 
     python tools/npu_times.py
 
-Forward, and forward with backward, in milliseconds: the median of ten runs after three warm-up runs, each timed with stream events.
+Forward, and forward with backward, in milliseconds: the median of ten runs after three warm-up runs, each timed with stream events. First
+the rates of flashattn_ext_lab/npu_rates.py, which are also added to build/npu_report.txt.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 import torch_npu  # noqa: F401  for versions of torch that do not autoload it
 
 import flashattn_ext
+from flashattn_ext_lab import npu_rates
 
 WARMUP, RUNS = 3, 10
 HEADS = 32
@@ -56,6 +58,9 @@ def main() -> None:
     print(
         f"{torch.npu.get_device_name()}, torch {torch.__version__}, kernels for {info['ascend_soc']}; fp16, milliseconds"
     )
+    rates = npu_rates.table()
+    npu_rates.append_to_report(rates)
+    print(rates)
     print("| B | H | S | D | mask | dropout | which | forward | forward and backward |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
     for seqlen, dim, causal, dropout in CALLS:

@@ -1,9 +1,12 @@
-// The backend "ascend-emulator": CPU tensors through the Ascend C kernels on the emulator. A separate library, which
-// flashattn_ext loads when the backend is selected.
+// The backend "ascend-emulator": CPU tensors through the Ascend C kernels on
+// the emulator. A separate library, which flashattn_ext loads when the backend
+// is selected.
 //
-// FLASHATTN_EXT_ASCEND_EMULATOR, "key=value,...", chooses how: mode (eager, late, random), seed, cores.
+// FLASHATTN_EXT_ASCEND_EMULATOR, "key=value,...", chooses how: mode (eager,
+// late, random), seed, cores, nan (refuse: none in a product).
 #include "../../csrc/backend.h"
 
+#include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <sstream>
@@ -39,18 +42,22 @@ Choices choices() {
       found.options.mode = value == "late" ? Mode::late : value == "random" ? Mode::random : Mode::eager;
     else if (key == "seed" && !value.empty() && value.find_first_not_of("0123456789") == std::string::npos)
       found.options.seed = std::stoull(value);
+    else if (key == "nan" && (value == "accept" || value == "refuse"))
+      found.options.refuses_nan = value == "refuse";
     else if (key == "cores" && std::atoi(value.c_str()) > 0)
       found.cores = std::atoi(value.c_str());
     else
       throw std::runtime_error("FLASHATTN_EXT_ASCEND_EMULATOR: '" + pair +
-                               "' is not accepted; accepted are mode=eager|late|random, seed=NUMBER, cores=NUMBER");
+                               "' is not accepted; accepted are mode=eager|late|random, "
+                               "seed=NUMBER, cores=NUMBER, nan=accept|refuse");
   }
   return found;
 }
 
 int64_t size_of(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
 
-// The bytes between the first and the last element of a tensor of the inputs' type.
+// The bytes between the first and the last element of a tensor of the inputs'
+// type.
 void add(GlobalMemory& gm, const char* name, DType dtype, const TensorView& view, int64_t batch, int64_t rows,
          int64_t heads, int64_t columns, Use use) {
   if (!batch || !rows || !heads) return;
@@ -106,7 +113,8 @@ void check(const ascend_emulator::Report& report) {
   throw std::runtime_error(text);
 }
 
-// In Mode::time nothing is computed, but scalar code still reads the checks of vector cores: all pass.
+// In Mode::time nothing is computed, but scalar code still reads the checks of
+// vector cores: all pass.
 std::vector<float> checks_in_time(ascend::Arguments* a, bool moves_data) {
   std::vector<float> all_finite(moves_data ? 0 : size_t(a->check_count));
   if (!moves_data && a->checks) a->checks = all_finite.data();
@@ -122,7 +130,8 @@ void add_isolation(GlobalMemory& gm, const ascend::Arguments& a, int64_t cores, 
   gm.add("isolated", a.isolated, size_t(cores * core_bytes), Use::workspace);
 }
 
-// Runs a stage of a call. A kernel with cube cores takes their number as `blocks`, another one that of vector cores.
+// Runs a stage of a call. A kernel with cube cores takes their number as
+// `blocks`, another one that of vector cores.
 ascend_emulator::Report launch(ascend::Stage stage, int64_t blocks, const Choices& how, GlobalMemory& gm,
                                const ascend::Arguments& arguments) {
 #define FLASHATTN_FUNCTION(cores, stage, type, options, name) name,
@@ -140,18 +149,27 @@ ascend_emulator::Report run_forward(const AttnParams& p, const Choices& how) {
   if (!cores) return {};
   ascend::Arguments arguments = ascend::forward_arguments(p, how.cores);
   const bool moves_data = how.options.mode != ascend_emulator::Mode::time;
-  GlobalMemory gm(moves_data);
   const std::vector<float> all_finite = checks_in_time(&arguments, moves_data);
+  ascend_emulator::Report total;
+  if (p.has_intervals()) {
+    GlobalMemory check(moves_data);
+    add_inputs(check, p);
+    add_checks(check, arguments, Use::output);
+    total += launch(ascend::Stage::kForwardCheck, ascend::kVectorCores * how.cores, how, check, arguments);
+    if (!total.errors.empty()) return total;
+  }
+  GlobalMemory gm(moves_data);
   add_inputs(gm, p);
   add_isolation(gm, arguments, cores, ascend::SizesOf<4>::kIsolatedForward, ascend::SizesOf<2>::kIsolatedForward);
-  add_checks(gm, arguments, Use::output);
+  add_checks(gm, arguments, Use::input);
   const int64_t batch = p.is_varlen() ? 1 : p.batch, rows = p.is_varlen() ? p.total_q : p.seqlen_q;
   add(gm, "out", p.dtype, p.out, batch, rows, p.heads_q, p.head_dim_v, Use::output);
   add(gm, "lse", p.lse, batch, p.heads_q, rows, Use::output);
   const size_t bytes = static_cast<size_t>(cores * ascend::forward_slot_bytes(p.dtype));
   if (moves_data) std::memset(arguments.workspace, 0xff, bytes);
   gm.add("workspace", arguments.workspace, bytes, Use::workspace);
-  return launch(ascend::Stage::kForward, cores, how, gm, arguments);
+  total += launch(ascend::Stage::kForward, cores, how, gm, arguments);
+  return total;
 }
 
 void forward(const AttnParams& p) { check(run_forward(p, choices())); }
@@ -229,22 +247,26 @@ void dropout_mask(const AttnParams& p, bool* mask) {
 const Backend backend{"ascend-emulator",        "cpu",   ascend::supports, forward_workspace_bytes,
                       backward_workspace_bytes, forward, backward,         dropout_mask};
 
-// The data of a call that scalar code reads, which therefore must exist in Mode::time too.
+// The data of a call that scalar code reads, which therefore must exist in
+// Mode::time too.
 struct ReadByScalars {
   int64_t rng_state[2] = {1, 0};
   std::vector<float> slopes, relative_bias;
-  const int32_t *intervals = nullptr, *extremes = nullptr;  // [Sk, 2] and its extremes
+  const int32_t *intervals = nullptr,
+                *extremes = nullptr;  // [Sk, 2] and its extremes
+  const int32_t* starts = nullptr;    // cu_seqlens of queries and of keys
 };
 enum class ModelledScores { plain, softcap, alibi, relative_bias, bias };
 constexpr int64_t kModelledReach = 128;
 
-// Tensors of a dense call that do not exist, but for those: Mode::time looks at no byte of them. Each lies in a region
-// of its own.
+// Tensors of a dense call that do not exist, but for those: Mode::time looks at
+// no byte of them. Each lies in a region of its own.
 AttnGradParams imagined(const int64_t* sizes, ReadByScalars* read) {
   AttnGradParams p;
   p.dtype = DType::kFloat16;
   p.batch = sizes[0], p.seqlen_q = sizes[1], p.seqlen_k = sizes[2], p.heads_q = sizes[3], p.heads_k = sizes[4];
   p.head_dim = sizes[5], p.head_dim_v = sizes[6];
+  p.softmax_scale = 1 / std::sqrt(static_cast<double>(p.head_dim));
   p.window_right = sizes[7] ? 0 : kUnbounded;
   p.dropout_threshold = static_cast<int32_t>(sizes[8]);
   p.has_sink = sizes[9] != 0;
@@ -252,9 +274,12 @@ AttnGradParams imagined(const int64_t* sizes, ReadByScalars* read) {
   int64_t region = 0;
   const auto place = [&region] { return reinterpret_cast<void*>(++region << 44); };
   const auto tensor = [&](int64_t rows, int64_t heads, int64_t dim) {
-    return TensorView{place(), rows * heads * dim, heads * dim, dim};
+    return TensorView{place(), read->starts ? 0 : rows * heads * dim, heads * dim, dim};
   };
-  const auto rows = [&] { return RowView{place(), p.heads_q * p.seqlen_q, p.seqlen_q}; };
+  const auto rows = [&] {
+    const int64_t count = read->starts ? sizes[14] : p.seqlen_q;
+    return RowView{place(), read->starts ? 0 : p.heads_q * count, count};
+  };
   p.q = tensor(p.seqlen_q, p.heads_q, p.head_dim), p.k = tensor(p.seqlen_k, p.heads_k, p.head_dim);
   p.v = tensor(p.seqlen_k, p.heads_k, p.head_dim_v), p.out = tensor(p.seqlen_q, p.heads_q, p.head_dim_v);
   p.lse = rows();
@@ -279,6 +304,11 @@ AttnGradParams imagined(const int64_t* sizes, ReadByScalars* read) {
     p.dbias = p.bias;
     p.dbias.data = place();
   }
+  if (read->starts) {  // sequences of at most S rows
+    p.total_q = p.total_k = sizes[14];
+    p.batch = sizes[13];
+    p.cu_seqlens_q = p.cu_seqlens_k = read->starts;
+  }
   if (read->intervals) {
     const int64_t granules = (p.seqlen_k + kMaskGranule - 1) / kMaskGranule;
     p.intervals = {
@@ -290,19 +320,24 @@ AttnGradParams imagined(const int64_t* sizes, ReadByScalars* read) {
 }  // namespace
 }  // namespace flashattn_ext
 
-// The time model of a call. sizes: B, Sq, Sk, Hq, Hk, D, Dv, causal, dropout threshold, sink, backward, cores, scores
-// (a number of ModelledScores). intervals and extremes: of a Mask [Sk, 2], or null. results: span in cycles,
-// bytes of GM tensors read and written, of workspace read and written, then the busy cycles of all cores per pipe (S,
-// V, M, MTE1, MTE2, MTE3, FIX), first of AICs and then of AIVs, then the bytes that a core uses of UB, L1, L0A, L0B
+// The time model of a call. sizes: B, Sq, Sk, Hq, Hk, D, Dv, causal, dropout
+// threshold, sink, backward, cores, scores (a number of ModelledScores), packed
+// sequences. intervals and extremes: of a Mask [Sk, 2], or null. starts: of the
+// packed sequences, or null. results: span in cycles,
+// bytes of GM tensors read and written, of workspace read and written, then the
+// busy cycles of all cores per pipe (S, V, M, MTE1, MTE2, MTE3, FIX), first of
+// AICs and then of AIVs, then the bytes that a core uses of UB, L1, L0A, L0B
 // and L0C. Returns the error message, or null.
 extern "C" __attribute__((visibility("default"))) const char* flashattn_ext_model(const int64_t* sizes,
                                                                                   const int32_t* intervals,
                                                                                   const int32_t* extremes,
+                                                                                  const int32_t* starts,
                                                                                   double* results) try {
   using namespace flashattn_ext;
   ReadByScalars read;
   read.intervals = intervals;
   read.extremes = extremes;
+  read.starts = starts;
   const AttnGradParams p = imagined(sizes, &read);
   const std::string reason = ascend::supports(p, sizes[10] != 0);
   if (!reason.empty()) throw std::runtime_error(reason);

@@ -74,6 +74,15 @@ struct Padding {
   std::vector<uint8_t> value;  // empty: the first element of the row
 };
 
+// Whether DataCopyPad takes the tensor: the documents name two positions for these chips.
+template <typename T>
+void check_pad_position(const AscendC::LocalTensor<T>& tensor, Site site) {
+  using AscendC::TPosition;
+  if (memory_of(tensor.GetPosition()) == Memory::ub && tensor.GetPosition() != TPosition::VECIN &&
+      tensor.GetPosition() != TPosition::VECOUT)
+    fail(site, "DataCopyPad: the position of the tensor in UB is VECCALC; on these chips it must be VECIN or VECOUT");
+}
+
 template <typename T>
 void load_rows(const char* name, const AscendC::LocalTensor<T>& dst, const AscendC::GlobalTensor<T>& src, Rows rows,
                Padding padding, Site site) {
@@ -198,6 +207,7 @@ template <typename T>
 void DataCopyPad(const LocalTensor<T>& dst, const GlobalTensor<T>& src, const DataCopyExtParams& dataCopyParams,
                  const DataCopyPadExtParams<T>& padParams, Site site = Site::here()) {
   const int64_t size = sizeof(T);
+  ascend_emulator::check_pad_position(dst, site);
   padParams.leftPadding.check("DataCopyPad: leftPadding (elements, at most 32 bytes)", site, 0, 32 / size);
   padParams.rightPadding.check("DataCopyPad: rightPadding (elements, at most 32 bytes)", site, 0, 32 / size);
   if (size == 8 && padParams.isPad && padParams.paddingValue != T(0))
@@ -223,6 +233,7 @@ void DataCopyPad(const LocalTensor<T>& dst, const GlobalTensor<T>& src, const Da
 template <typename T>
 void DataCopyPad(const GlobalTensor<T>& dst, const LocalTensor<T>& src, const DataCopyExtParams& dataCopyParams,
                  Site site = Site::here()) {
+  ascend_emulator::check_pad_position(src, site);
   store_rows("DataCopyPad", dst, src, ascend_emulator::byte_rows(dataCopyParams, false, 0, site), site);
 }
 

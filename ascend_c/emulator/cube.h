@@ -6,6 +6,7 @@
 #pragma once
 
 #include "copy.h"
+#include "vector.h"
 
 namespace AscendC {
 
@@ -297,7 +298,8 @@ void Mmad(const LocalTensor<float>& c, const LocalTensor<T>& a, const LocalTenso
   const CubeOperand<T> right{"B", Memory::l0b, b.operand("Mmad", "B", k1 * n1 * kFractal, site, Memory::l0b), n, k,
                              1,   n1};
   const uint32_t at_c = c.operand("Mmad", "C", m1 * n1 * 2 * kFractal, site, Memory::l0c);
-  auto run = [=, init = p.cmatrixInitVal, report = &core().report()](Access& access) {
+  auto run = [=, init = p.cmatrixInitVal, report = &core().report(), refuses_nan = core().refuses_nan(),
+              saturates = saturates_floats()](Access& access) {
     Space& l0c = access.local(Memory::l0c);
     const std::map<size_t, int64_t>& loaded = access.local(Memory::l0a).row_fractals;
     const auto rows = loaded.find(left.address);
@@ -313,6 +315,12 @@ void Mmad(const LocalTensor<float>& c, const LocalTensor<T>& a, const LocalTenso
                                            "raise an execution error; clear them",
                                            operand.name, (long long)m, (long long)n, (long long)k));
     const std::vector<float> rows_a = left.load(access, false), rows_b = right.load(access, true);
+    const auto is_nan = [](float value) { return std::isnan(value); };
+    if (refuses_nan)
+      for (const auto* operand : {&rows_a, &rows_b})
+        if (std::any_of(operand->begin(), operand->end(), is_nan))
+          report->error(site.text() + format(": Mmad: a NaN in %s may raise an execution error",
+                                             operand == &rows_a ? left.name : right.name));
     std::vector<float> sums(static_cast<size_t>(n));
     for (int64_t i = 0; i < m; ++i) {
       const auto place = [&](int64_t j) {
@@ -329,6 +337,8 @@ void Mmad(const LocalTensor<float>& c, const LocalTensor<T>& a, const LocalTenso
         const float* row = &rows_b[size_t(l * n)];
         for (int64_t j = 0; j < n; ++j) sums[size_t(j)] += factor * row[j];
       }
+      const auto is_finite = [](float value) { return std::isfinite(value); };
+      if (saturates && !std::all_of(sums.begin(), sums.end(), is_finite)) report_saturation(report, "Mmad", site);
       for (int64_t j = 0; j < n; ++j) std::memcpy(l0c.bytes + place(j), &sums[size_t(j)], 4);
     }
   };
@@ -343,11 +353,11 @@ void Fixpipe(const GlobalTensor<T>& dst, const LocalTensor<U>& src, const Fixpip
              Site site = Site::here()) {
   using namespace ascend_emulator;
   static_assert(std::is_same_v<U, float>, "the emulator's Fixpipe supports float only");
-  if (config.format != CO2Layout::ROW_MAJOR) fail(site, "Fixpipe: only CFG_ROW_MAJOR is emulated");
+  const bool strips = config.format == CO2Layout::NZ;  // of 16 columns, one after the other
   const QuantMode_t mode = std::is_same_v<T, half> ? F322F16 : std::is_same_v<T, bfloat16_t> ? F322BF16 : NoQuant;
   if (p.quantPre != mode) fail(site, "Fixpipe: quantPre does not match the type of the destination");
   p.nSize.check("Fixpipe: nSize", site, 1, 4095);
-  p.mSize.check("Fixpipe: mSize", site, 1, 8192);
+  p.mSize.check("Fixpipe: mSize", site, 1, strips ? 65535 : 8192);
   p.srcStride.check("Fixpipe: srcStride", site);
   p.ndNum.check("Fixpipe: ndNum (the emulator supports one matrix)", site, 1, 1);
   p.unitFlag.check("Fixpipe: unitFlag (not emulated)", site, 0, 0);
@@ -355,11 +365,16 @@ void Fixpipe(const GlobalTensor<T>& dst, const LocalTensor<U>& src, const Fixpip
   if (n % kEdge)
     core().report().warning(
         site.text() + format(": Fixpipe: nSize %lld, but the documentation requires a multiple of 16", (long long)n));
-  if (pitch < n)
+  if (strips && (n % kEdge || pitch * int64_t(kBlock) < m * kEdge * int64_t(sizeof(T))))
+    fail(site,
+         format("Fixpipe: strips of 16 of %lld columns and %lld rows overlap or end early at dstStride %lld blocks",
+                (long long)n, (long long)m, (long long)pitch));
+  if (!strips && pitch < n)
     fail(site, format("Fixpipe: rows of %lld elements overlap at dstStride %lld", (long long)n, (long long)pitch));
   if (rows % kEdge)
     fail(site, format("Fixpipe: srcStride %lld must be a multiple of 16, the rows of an L0C fractal", (long long)rows));
-  const int64_t extent = ((m - 1) * pitch + n) * int64_t(sizeof(T));
+  const int64_t strip = m * kEdge * int64_t(sizeof(T)), strip_pitch = pitch * kBlock, count = n / kEdge;
+  const int64_t extent = strips ? (count - 1) * strip_pitch + strip : ((m - 1) * pitch + n) * int64_t(sizeof(T));
   dst.check_extent("Fixpipe", extent, site);
   auto [space, gm] = core().gm(dst.GetPhyAddr(), size_t(extent), true, "Fixpipe", site);
   const int64_t reach = ((n - 1) / kEdge * rows + m) * kEdge * 4;
@@ -373,11 +388,17 @@ void Fixpipe(const GlobalTensor<T>& dst, const LocalTensor<U>& src, const Fixpip
         if (j % kEdge == 0) access.read(l0c, at, size_t(std::min<int64_t>(kEdge, n - j)) * 4);
         row[size_t(j)] = T(access.load<float>(l0c, at));
       }
-      store_elements(access, *space, gm + size_t(i * pitch) * sizeof(T), row.data(), row.size(), atomic);
+      if (strips)
+        for (int64_t s = 0; s < count; ++s)
+          store_elements(access, *space, gm + size_t(s * strip_pitch) + size_t(i * kEdge) * sizeof(T),
+                         row.data() + s * kEdge, size_t(kEdge), atomic);
+      else
+        store_elements(access, *space, gm + size_t(i * pitch) * sizeof(T), row.data(), row.size(), atomic);
     }
   };
-  const double cycles =
-      copy_cycles({uint32_t(m), n * int64_t(sizeof(T)), pitch * int64_t(sizeof(T)), 0}, kFixBytesPerCycle);
+  const Rows rows_of_gm = strips ? Rows{uint32_t(count), strip, strip_pitch, 0}
+                                 : Rows{uint32_t(m), n * int64_t(sizeof(T)), pitch * int64_t(sizeof(T)), 0};
+  const double cycles = copy_cycles(rows_of_gm, kFixBytesPerCycle);
   core().issue(gm_work(PIPE_FIX, "Fixpipe", site, cycles, *space, 0, uint64_t(m * n) * sizeof(T), std::move(run)));
 }
 

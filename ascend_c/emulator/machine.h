@@ -110,8 +110,10 @@ namespace ascend_emulator {
 inline void check_kernel_type(KernelMetaType type, Site site = Site::here()) {
   if (core().machine().type() != type) fail(site, "KERNEL_TASK_TYPE_DEFAULT differs from the type of the launch");
 }
-// The hardware has ids 0 to 7. The vendor reserves 6 and 7: only TPipe hands them out, to its queues.
+// The hardware has ids 0 to 7. The vendor reserves 6 and 7: only TPipe hands them out.
 inline void check_event_id(HardEvent event, int id, const char* name, Site site) {
+  if (id >= 0 && id < 8) core().check_given(event, id, name, site);
+  if (core().has_pipe_object() && id >= 0 && id < 8) return;
   if (id < 0 || id > 5)
     fail(site, format("%s<HardEvent::%s>: event id %d, kernels may use 0..5; 6 and 7 are reserved by the vendor", name,
                       event_name(event), id));
@@ -121,6 +123,9 @@ inline void check_event_id(HardEvent event, int id, const char* name, Site site)
 namespace AscendC {
 
 using ascend_emulator::Site;
+
+// Kernels without TPipe call it first.
+inline void InitSocState() { ascend_emulator::core().reset_registers(); }
 
 inline int64_t GetSubBlockIdx() { return ascend_emulator::core().place().sub; }
 inline int64_t GetBlockNum() { return ascend_emulator::core().place().blocks; }

@@ -7,6 +7,51 @@
 
 #include "tensor.h"
 
+#if __cplusplus > 201703L
+#include <source_location>
+#else
+namespace std {
+struct source_location {  // what the compiler's own function for it needs before C++20
+  struct __impl {
+    const char *_M_file_name, *_M_function_name;
+    unsigned _M_line, _M_column;
+  };
+};
+}  // namespace std
+#endif
+
+namespace ascend_emulator {
+
+// The function that an object is created in. Like Site, the last argument of a constructor.
+struct Caller {
+  const char* function;  // with its parameters, in the compiler's spelling
+#if __cplusplus > 201703L
+  static constexpr Caller here(std::source_location at = std::source_location::current()) {
+    return {at.function_name()};
+  }
+#else
+  static Caller here(const void* at = __builtin_source_location()) {
+    return {static_cast<const std::source_location::__impl*>(at)->_M_function_name};
+  }
+#endif
+  // Whether the last two names before the parameters are the same: C::C(..), or C<T>::C(..).
+  bool is_constructor() const {
+    std::string path;
+    int depth = 0;
+    for (const char* at = function; *at && (*at != '(' || depth); ++at) {
+      depth -= *at == '>';
+      if (!depth && *at != '<' && *at != '>') path += *at;
+      depth += *at == '<';
+    }
+    const size_t last = path.rfind("::");
+    if (last == std::string::npos || last == 0) return false;
+    const size_t outer = path.find_last_of(": ", last - 1) + 1;  // 0 where nothing precedes it
+    return path.substr(outer, last - outer) == path.substr(last + 2);
+  }
+};
+
+}  // namespace ascend_emulator
+
 namespace AscendC {
 
 class TPipe;
@@ -26,6 +71,10 @@ template <TPosition source, TPosition target, int32_t depth>
 class TQueBind {
  public:
   static constexpr pipe_t kWriter = queue_detail::writer(source), kReader = queue_detail::reader(target);
+  // Of its tensors: a queue that GM fills has VECIN, one that is drained to GM has VECOUT.
+  static constexpr TPosition kPosition = kWriter == PIPE_MTE2   ? TPosition::VECIN
+                                         : kReader == PIPE_MTE3 ? TPosition::VECOUT
+                                                                : TPosition::VECCALC;
 
   template <typename T>
   LocalTensor<T> AllocTensor(Site site = Site::here());
@@ -72,7 +121,7 @@ class TBuf {
   template <typename T>
   LocalTensor<T> Get() {
     take(buffer_->bytes);
-    return LocalTensor<T>(buffer_->memory, buffer_->address, buffer_->bytes, nullptr);
+    return LocalTensor<T>(position, buffer_->address, int64_t(buffer_->bytes), nullptr);
   }
   template <typename T>
   LocalTensor<T> GetWithOffset(uint32_t size, uint32_t bufferOffset, Site site = Site::here()) {
@@ -82,7 +131,7 @@ class TBuf {
                             ascend_emulator::format("TBuf: %lld bytes requested at offset %u, but the buffer has %u",
                                                     (long long)bytes, bufferOffset, buffer_->bytes));
     take(uint32_t(bufferOffset + bytes));
-    return LocalTensor<T>(buffer_->memory, buffer_->address + bufferOffset, bytes, nullptr);
+    return LocalTensor<T>(position, buffer_->address + bufferOffset, bytes, nullptr);
   }
 
  private:
@@ -97,7 +146,12 @@ class TPipe {
  public:
   // On a cube core of these chips a pipe sets three flags from M to MTE1, which the vendor's matrix products wait for,
   // and its destructor waits for them: a kernel that sets one of them itself sets it twice.
-  explicit TPipe(Site site = Site::here()) : site_(site) {
+  // It may not be a member of an object, where the vendor's compiler cannot fold the object's constants any more.
+  explicit TPipe(Site site = Site::here(), ascend_emulator::Caller caller = ascend_emulator::Caller::here())
+      : site_(site) {
+    if (caller.is_constructor())
+      ascend_emulator::fail(site, "TPipe: a member of an object; create it in the kernel function and pass it on");
+    ascend_emulator::core().open_pipe(site);
     if (!has_cube_flags()) return;
     for (int n = 0; n < kCubeFlags; ++n)
       ascend_emulator::core().set_flag(HardEvent::M_MTE1, take_id(HardEvent::M_MTE1, site), site);
@@ -111,7 +165,7 @@ class TPipe {
   bool InitBuffer(TQueBind<source, target, depth>& queue, uint8_t num, uint32_t length, Site site = Site::here()) {
     using Queue = TQueBind<source, target, depth>;
     for (int n = 0; n < num; ++n) {
-      ascend_emulator::Buffer& buffer = reserve(ascend_emulator::Memory::ub, length, site);
+      ascend_emulator::Buffer& buffer = reserve(Queue::kPosition, length, site);
       buffer.full_event = take_id(Queue::full_event(), site);
       buffer.free_event = take_id(Queue::free_event(), site);
       ascend_emulator::core().report().counters.take(size_t(buffer.memory), buffer.address + buffer.bytes);
@@ -124,24 +178,37 @@ class TPipe {
   }
   template <TPosition position>
   bool InitBuffer(TBuf<position>& buf, uint32_t length, Site site = Site::here()) {
-    buf.buffer_ = &reserve(ascend_emulator::memory_of(position), length, site);
+    buf.buffer_ = &reserve(position, length, site);
     return true;
   }
 
   template <HardEvent event>
   TEventID AllocEventID(Site site = Site::here()) {
-    return TEventID(take_id(event, site));
+    const int id = take_id(event, site);
+    ascend_emulator::core().event_ids.given[event] |= uint8_t(1u << id);
+    return TEventID(id);
   }
   template <HardEvent event>
-  void ReleaseEventID(TEventID id) {
-    ascend_emulator::core().event_ids.used[event] &= uint8_t(~(1u << id));
+  void ReleaseEventID(TEventID id, Site site = Site::here()) {
+    auto& ids = ascend_emulator::core().event_ids;
+    const unsigned bit = id >= 0 && id < 8 ? 1u << id : 0;
+    if (!(ids.given[event] & bit))
+      ascend_emulator::fail(site,
+                            ascend_emulator::format("ReleaseEventID<HardEvent::%s>: id %d is not from AllocEventID",
+                                                    ascend_emulator::event_name(event), int(id)));
+    ids.given[event] &= uint8_t(~bit);
+    ids.used[event] &= uint8_t(~bit);
   }
   TEventID FetchEventID(HardEvent event, Site site = Site::here()) {
-    return TEventID(ascend_emulator::core().event_ids.unused(event, site));
+    auto& ids = ascend_emulator::core().event_ids;
+    const int id = ids.unused(event, site);
+    ids.shown[event] |= uint8_t(1u << id);
+    return TEventID(id);
   }
 
  private:
-  ascend_emulator::Buffer& reserve(ascend_emulator::Memory memory, uint32_t length, Site site) {
+  ascend_emulator::Buffer& reserve(TPosition position, uint32_t length, Site site) {
+    const ascend_emulator::Memory memory = ascend_emulator::memory_of(position);
     const uint32_t bytes = (length + 31) / 32 * 32;
     uint32_t& top = top_[size_t(memory)];
     const auto& info = ascend_emulator::info(memory);
@@ -153,6 +220,7 @@ class TPipe {
           ascend_emulator::format("InitBuffer: a buffer of %u bytes at %u ends beyond %s, which has %u usable bytes",
                                   bytes, top, info.name, info.bytes));
     buffers_.emplace_back();
+    buffers_.back().position = position;
     buffers_.back().memory = memory;
     buffers_.back().address = top;
     buffers_.back().bytes = bytes;
@@ -176,8 +244,14 @@ class TPipe {
     for (const auto& closer : closers_) closer();
     for (int n = 0; n < kCubeFlags && has_cube_flags(); ++n) {
       ascend_emulator::core().wait_flag(HardEvent::M_MTE1, n, site_);
-      ReleaseEventID<HardEvent::M_MTE1>(TEventID(n));
+      ascend_emulator::core().event_ids.used[HardEvent::M_MTE1] &= uint8_t(~(1u << n));
     }
+    for (const auto& [event, ids] : ascend_emulator::core().event_ids.given)
+      if (ids)
+        ascend_emulator::core().report().error(site_.text() + ": AllocEventID<HardEvent::" +
+                                               ascend_emulator::event_name(event) + "> without ReleaseEventID");
+    ascend_emulator::core().event_ids = {};
+    ascend_emulator::core().close_pipe();
     for (const auto& buffer : buffers_)
       if (buffer.state != ascend_emulator::Buffer::State::free)
         ascend_emulator::core().report().error(
@@ -203,7 +277,7 @@ LocalTensor<T> TQueBind<source, target, depth>::AllocTensor(Site site) {
     buffer.free_pending = false;
     buffer.state = Buffer::State::allocated;
     buffer.site = site;
-    return LocalTensor<T>(buffer.memory, buffer.address, buffer.bytes, &buffer);
+    return LocalTensor<T>(buffer.position, buffer.address, int64_t(buffer.bytes), &buffer);
   }
   ascend_emulator::fail(
       site, ascend_emulator::format("AllocTensor: all %zu buffers of the queue are in use", buffers_.size()));
@@ -241,7 +315,7 @@ LocalTensor<T> TQueBind<source, target, depth>::DeQue(Site site) {
   queued_.pop_front();
   ascend_emulator::core().wait_flag(full_event(), buffer.full_event, site);
   buffer.state = ascend_emulator::Buffer::State::allocated;
-  return LocalTensor<T>(buffer.memory, buffer.address, buffer.bytes, &buffer);
+  return LocalTensor<T>(buffer.position, buffer.address, int64_t(buffer.bytes), &buffer);
 }
 
 template <TPosition source, TPosition target, int32_t depth>

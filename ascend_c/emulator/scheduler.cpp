@@ -259,7 +259,12 @@ void Core::push(Entry entry) {
   if (!has_pipe(pipe))
     fail(entry.work.site,
          format("%s runs on pipe %s, which %s does not have", entry.work.name, pipe_name(pipe), name().c_str()));
+  if (entry.kind == Kind::work && pipe != PIPE_S && !registers_set_)
+    fail(entry.work.site, std::string(entry.work.name) +
+                              ": mask and atomic registers are as the kernel before left them: a kernel without TPipe "
+                              "begins with InitSocState()");
   entry.sequence = ++sequence_;
+  last_site_ = entry.work.site;
   entry.issued = scalar_clock_;
   double& scalar = pipes_[PIPE_S].time;
   if ((pipe == PIPE_MTE1 || pipe == PIPE_M) && pipes_[pipe].begun.size() == kQueueEntries)
@@ -283,6 +288,30 @@ void Core::learn(const Clock& clock, double time) {
   Clock shared = scalar.clock;
   shared[global(PIPE_S)] = 0;  // only flags order stores of the scalar unit
   scalar_clock_ = std::make_shared<const Clock>(std::move(shared));
+}
+
+void Core::open_pipe(Site site) {
+  if (has_pipe_object_) fail(site, "TPipe: a second one while the first still exists; a kernel has one at a time");
+  if (address_site_.line)
+    fail(site, "TPipe: the kernel has tensors with addresses of its own (" + address_site_.text() +
+                   "), which must not be mixed with a TPipe");
+  has_pipe_object_ = had_pipe_object_ = true;
+  reset_registers();
+}
+
+void Core::take_address(Site site) {
+  if (has_pipe_object_)
+    fail(site,
+         "LocalTensor: an address of its own beside a TPipe, which hands out local memory: the two must not be "
+         "mixed");
+  if (!address_site_.line) address_site_ = site;
+}
+
+void Core::check_given(HardEvent event, int id, const char* name, Site site) {
+  if (has_pipe_object_ && !((event_ids.given[event] | event_ids.shown[event]) >> id & 1))
+    fail(site, format("%s<HardEvent::%s>: the TPipe gave the kernel no event id %d: with a TPipe the ids come from "
+                      "AllocEventID or FetchEventID",
+                      name, event_name(event), id));
 }
 
 void Core::issue(Work work) {
@@ -311,6 +340,7 @@ void Core::wait_flag(HardEvent event, int id, Site site) {
 void Core::barrier(pipe_t pipe, Site site) {
   if (pipe != PIPE_ALL) return push({Kind::barrier, {pipe, "PipeBarrier", site}});
   drain();
+  waited_for_ = sequence_;
   Clock done(size_t(machine_.pipes()), 0);
   double time = 0;
   for (int p = 0; p < kPipes; ++p) {
@@ -532,6 +562,9 @@ void Core::finish() {
         cache_site_.text() +
         ": data that SetValue writes to GM stays in the scalar unit's cache: DataCacheCleanAndInvalid is missing");
   if (atomic_add) report_.error(atomic_site.text() + ": SetAtomicAdd is still on when the kernel ends (SetAtomicNone)");
+  if (!had_pipe_object_ && waited_for_ != sequence_)
+    report_.error(last_site_.text() + ": the kernel ends before the pipes do: a kernel without TPipe ends with " +
+                  "PipeBarrier<PIPE_ALL>()");
   for (const Pipe& pipe : pipes_) report_.counters.span_cycles = std::max(report_.counters.span_cycles, pipe.time);
 }
 

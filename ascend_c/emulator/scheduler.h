@@ -71,6 +71,7 @@ enum class Mode { eager, late, random, time };
 struct Options {
   Mode mode = Mode::eager;
   uint64_t seed = 0;
+  bool refuses_nan = false;  // in products, where the documents want none
 };
 
 class Core;
@@ -139,9 +140,9 @@ struct Flag {
   double time = 0;
 };
 
-// Bits of the control register. Nothing documents what an earlier kernel leaves in it: integers saturate, and products
-// of fp32 are rounded to HF32, until the kernel says otherwise.
-constexpr int kCtrlIntegersSaturate = 53, kCtrlHf32 = 46;
+// Bits of the control register. Nothing documents what an earlier kernel leaves in it: integers saturate, products of
+// fp32 are rounded to HF32, and infinities and NaN become finite, until the kernel says otherwise.
+constexpr int kCtrlIntegersSaturate = 53, kCtrlNotFinite = 48, kCtrlHf32 = 46;
 constexpr uint64_t kCtrlAtStart = uint64_t(1) << kCtrlIntegersSaturate | uint64_t(1) << kCtrlHf32;
 
 // Where a core stands in a launch.
@@ -173,8 +174,10 @@ class Core {
   std::string name() const;
   Machine& machine() { return machine_; }
 
-  struct Pools {  // of event ids, for TPipe
-    std::map<HardEvent, uint8_t> used;
+  struct Pools {                         // of event ids, for TPipe; bits of ids
+    std::map<HardEvent, uint8_t> used;   // by queues and by the kernel
+    std::map<HardEvent, uint8_t> given;  // to the kernel, by AllocEventID
+    std::map<HardEvent, uint8_t> shown;  // to the kernel, by FetchEventID
     // The lowest id that is not yet allocated to a queue or an explicit flag.
     int unused(HardEvent event, Site site) {
       for (int id = 0; id < 8; ++id)
@@ -184,10 +187,24 @@ class Core {
     }
   } event_ids;
   // Whether bytes are moved and checked; false if only the time model runs.
+  bool refuses_nan() const { return options_.refuses_nan; }
   bool checks_data() const { return options_.mode != Mode::time; }
   // Writes back and invalidates cached GM: the bytes of this address's line from there on, or all lines.
   void invalidate(const void* address) { cache_.invalidate(address, scalar_clock_); }
   void invalidate_all() { cache_.invalidate_all(scalar_clock_); }
+  // Local memory is either the TPipe's or the kernel's own, with tensors of fixed addresses.
+  void open_pipe(Site site);
+  void close_pipe() { has_pipe_object_ = false; }
+  bool has_pipe_object() const { return has_pipe_object_; }
+  void take_address(Site site);
+  // Registers that an earlier kernel may have left in any state are set: by TPipe, or InitSocState.
+  void reset_registers() {
+    registers_set_ = true;
+    atomic_add = false;
+  }
+  // With a TPipe a kernel gets the ids of its own flags from it.
+  void check_given(HardEvent event, int id, const char* name, Site site);
+
   bool atomic_add = false;  // captured by the stores that follow
   Site atomic_site;
   uint64_t ctrl = kCtrlAtStart;  // the control register, captured by the instructions that follow
@@ -251,6 +268,10 @@ class Core {
   Site cache_site_;                            // of the last store into it
   std::shared_ptr<const Clock> scalar_clock_;  // a copy of S's clock, shared by the entries issued under it
   std::map<FlagKey, Flag> flags_;
+  bool has_pipe_object_ = false, had_pipe_object_ = false, registers_set_ = false;
+  Site address_site_;        // of the first tensor with an address of its own
+  uint64_t waited_for_ = 0;  // `sequence_` at the last PipeBarrier<PIPE_ALL>
+  Site last_site_;           // of the last entry
   uint64_t sequence_ = 0;
   std::mt19937_64 random_;
 };

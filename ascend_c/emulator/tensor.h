@@ -38,6 +38,7 @@ struct Buffer {
   enum class State { free, allocated, queued } state = State::free;
   uint32_t address = 0, bytes = 0;
   uint32_t generation = 0;
+  AscendC::TPosition position = AscendC::TPosition::VECCALC;
   Memory memory = Memory::ub;
   int full_event = -1, free_event = -1;  // ids: contents are there; buffer may be written again
   bool free_pending = false;             // the reader has set free_event, without a wait since
@@ -160,10 +161,20 @@ class LocalTensor {
  public:
   using PrimType = T;
   LocalTensor() = default;
-  LocalTensor(TPosition position, uint32_t address, uint32_t size)
-      : LocalTensor(ascend_emulator::memory_of(position), address, int64_t(size) * int64_t(sizeof(T)), nullptr) {}
-  LocalTensor(ascend_emulator::Memory memory, uint32_t address, int64_t bytes, ascend_emulator::Buffer* buffer)
-      : memory_(memory),
+  // A tensor whose address is the kernel's own choice.
+  LocalTensor(TPosition position, uint32_t address, uint32_t size, Site site = Site::here())
+      : LocalTensor(position, address, int64_t(size) * int64_t(sizeof(T)), nullptr) {
+    const auto& info = ascend_emulator::info(memory_);
+    ascend_emulator::core().take_address(site);
+    if (size == 0 || address_ + bytes_ > info.bytes)
+      ascend_emulator::fail(site, ascend_emulator::format("LocalTensor: %lld bytes at byte %u of %s, which has %u",
+                                                          (long long)bytes_, address_, info.name, info.bytes));
+    ascend_emulator::core().report().counters.take(size_t(memory_), uint32_t(address_ + bytes_));
+  }
+  // For the emulator's own files: a tensor of a TPipe.
+  LocalTensor(TPosition position, uint32_t address, int64_t bytes, ascend_emulator::Buffer* buffer)
+      : position_(position),
+        memory_(ascend_emulator::memory_of(position)),
         address_(address),
         bytes_(bytes),
         buffer_(buffer),
@@ -178,6 +189,7 @@ class LocalTensor {
   template <typename U>
   LocalTensor<U> ReinterpretCast() const {
     LocalTensor<U> other;
+    other.position_ = position_;
     other.memory_ = memory_;
     other.address_ = address_;
     other.bytes_ = bytes_;
@@ -245,6 +257,7 @@ class LocalTensor {
                        (long long)(address_ + extent), ascend_emulator::info(memory).bytes));
     return address_;
   }
+  TPosition GetPosition() const { return position_; }
   ascend_emulator::Memory memory() const { return memory_; }
   ascend_emulator::Buffer* buffer() const { return buffer_; }
 
@@ -258,6 +271,7 @@ class LocalTensor {
            index * uint32_t(sizeof(T));
   }
 
+  TPosition position_ = TPosition::VECCALC;
   ascend_emulator::Memory memory_ = ascend_emulator::Memory::ub;
   uint32_t address_ = 0;
   int64_t bytes_ = 0;

@@ -207,7 +207,15 @@ struct AbsLane {
   }
 };
 
-// Sums and products of integers under the control register: a kernel that relies on wrapping has to enable it.
+// Results in half, bfloat16 or of a product that are not finite: in saturation mode the hardware makes them finite.
+inline void report_saturation(Report* report, const char* name, Site site) {
+  report->error(site.text() + ": " + name + " saturates a result that is not finite; to keep infinities and NaN, set " +
+                "CTRL[48] with set_ctrl(sbitset1(get_ctrl(), 48)) or SetSaturationFlag<SaturationMode::FLOAT>(false)");
+}
+inline bool saturates_floats() { return !(core().ctrl >> kCtrlNotFinite & 1); }
+
+// Sums and products under the control register: a kernel that relies on integers that wrap, or on halfs that become
+// infinite, has to enable it.
 template <typename T, typename F>
 auto under_ctrl(const char* name, Site site, F f) {
   constexpr bool overflows = std::is_same_v<F, AddLane> || std::is_same_v<F, SubLane> || std::is_same_v<F, MulLane>;
@@ -220,6 +228,12 @@ auto under_ctrl(const char* name, Site site, F f) {
       report->error(site.text() + ": " + name + " saturates an integer; to make integers wrap, clear CTRL[53] with " +
                     "set_ctrl(sbitset0(get_ctrl(), 53)) or SetSaturationFlag<SaturationMode::INT>(false)");
       return exact < 0 ? Limits::min() : Limits::max();
+    };
+  } else if constexpr (std::is_same_v<T, half>) {
+    return [=, saturates = saturates_floats(), report = &core().report()](T a, T b) {
+      const T result = f(a, b);
+      if (saturates && !std::isfinite(float(result))) report_saturation(report, name, site);
+      return result;
     };
   } else {
     return f;
@@ -284,6 +298,17 @@ D cast_lane(S value, AscendC::RoundMode mode) {
   } else {
     return float(value);
   }
+}
+
+template <typename D, typename S>
+auto cast_under_ctrl(AscendC::RoundMode mode, Site site) {
+  constexpr bool to_float = std::is_same_v<D, float> || std::is_same_v<D, half> || std::is_same_v<D, bfloat16_t>;
+  return [=, saturates = saturates_floats(), report = &core().report()](S a) {
+    const D result = cast_lane<D>(a, mode);
+    if constexpr (to_float && !std::is_integral_v<S>)
+      if (saturates && !std::isfinite(float(result))) report_saturation(report, "Cast", site);
+    return result;
+  };
 }
 
 template <typename D, typename S>
@@ -534,7 +559,7 @@ void Cast(const LocalTensor<D>& dst, const LocalTensor<S>& src, const RoundMode&
           Site site = Site::here()) {
   ascend_emulator::check_cast<D, S>(roundMode, site);
   const auto lanes = ascend_emulator::count_lanes("Cast", count, ascend_emulator::lanes_per_repeat<D, S>(), site);
-  const auto lane = [roundMode](S a) { return ascend_emulator::cast_lane<D>(a, roundMode); };
+  const auto lane = ascend_emulator::cast_under_ctrl<D, S>(roundMode, site);
   unary("Cast", site, lanes, ascend_emulator::kSimple, lane, dst, src, ascend_emulator::dense<D, S>());
 }
 
@@ -546,7 +571,7 @@ std::enable_if_t<std::is_convertible_v<Mask, uint64_t> || std::is_convertible_v<
   ascend_emulator::check_cast<D, S>(roundMode, site);
   const auto lanes =
       ascend_emulator::mask_lanes("Cast", mask, repeatTime, ascend_emulator::lanes_per_repeat<D, S>(), site);
-  const auto lane = [roundMode](S a) { return ascend_emulator::cast_lane<D>(a, roundMode); };
+  const auto lane = ascend_emulator::cast_under_ctrl<D, S>(roundMode, site);
   unary("Cast", site, lanes, ascend_emulator::kSimple, lane, dst, src, repeatParams);
 }
 
@@ -631,6 +656,8 @@ void CreateVecIndex(LocalTensor<T> dst, const T& firstValue, uint32_t count, Sit
   constexpr uint32_t kLanes = ascend_emulator::kBlock / sizeof(T);
   if (count == 0) return;
   dst.operand("CreateVecIndex", "the destination", int64_t(count) * int64_t(sizeof(T)), site);
+  if (!ascend_emulator::core().has_pipe_object())
+    ascend_emulator::fail(site, "CreateVecIndex: it takes an event id from a TPipe, which this kernel does not have");
   for (uint32_t i = 0; i < std::min(count, kLanes); ++i) dst.SetValue(i, T(firstValue + T(i)), site);
   const int id = ascend_emulator::core().event_ids.unused(HardEvent::S_V, site);
   ascend_emulator::core().set_flag(HardEvent::S_V, id, site);

@@ -3,6 +3,6 @@
 
 FLASHATTN_KERNEL(FLASHATTN_VECTOR, flash_backward_finish_bf16) {
   KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);
-  flashattn_ext::ascend::BackwardFinish<bfloat16_t> vector(FLASHATTN_ARGUMENTS(flash_backward_finish_bf16));
-  vector.Run();
+  flashattn_ext::ascend::RunPart<flashattn_ext::ascend::BackwardFinish<bfloat16_t>>(
+      FLASHATTN_ARGUMENTS(flash_backward_finish_bf16));
 }

@@ -3,6 +3,6 @@
 
 FLASHATTN_KERNEL(FLASHATTN_VECTOR, flash_backward_finish_fp32) {
   KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);
-  flashattn_ext::ascend::BackwardFinish<float> vector(FLASHATTN_ARGUMENTS(flash_backward_finish_fp32));
-  vector.Run();
+  flashattn_ext::ascend::RunPart<flashattn_ext::ascend::BackwardFinish<float>>(
+      FLASHATTN_ARGUMENTS(flash_backward_finish_fp32));
 }

@@ -3,6 +3,6 @@
 
 FLASHATTN_KERNEL(FLASHATTN_VECTOR, flash_backward_prepare_fp16) {
   KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);
-  flashattn_ext::ascend::BackwardPrepare<half> vector(FLASHATTN_ARGUMENTS(flash_backward_prepare_fp16));
-  vector.Run();
+  flashattn_ext::ascend::RunPart<flashattn_ext::ascend::BackwardPrepare<half>>(
+      FLASHATTN_ARGUMENTS(flash_backward_prepare_fp16));
 }

@@ -4,6 +4,5 @@
 
 FLASHATTN_KERNEL(FLASHATTN_VECTOR, flash_dropout_mask) {
   KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);
-  flashattn_ext::ascend::DropoutMask vector(FLASHATTN_ARGUMENTS(flash_dropout_mask));
-  vector.Run();
+  flashattn_ext::ascend::RunPart<flashattn_ext::ascend::DropoutMask>(FLASHATTN_ARGUMENTS(flash_dropout_mask));
 }

@@ -30,7 +30,10 @@ size_t forward_bytes(const AttnParams& p) { return forward_workspace_bytes(p, cu
 size_t backward_bytes(const AttnGradParams& p) { return backward_workspace_bytes(p, cube_cores()); }
 
 void forward(const AttnParams& p) {
-  start(Stage::kForward, forward_cores(p, cube_cores()), p.stream, forward_arguments(p, cube_cores()));
+  const int64_t cores = cube_cores(), used = forward_cores(p, cores);
+  const Arguments arguments = forward_arguments(p, cores);
+  if (used && p.has_intervals()) start(Stage::kForwardCheck, kVectorCores * cores, p.stream, arguments);
+  start(Stage::kForward, used, p.stream, arguments);
 }
 
 void backward(const AttnGradParams& p) {

@@ -8,9 +8,12 @@
 
 #include <stdexcept>
 
+#include "../dispatch.h"
+#include "../fix_rate_arguments.h"
 #include "architecture.h"
 #include "backend.h"
 #include "device.h"
+#include "launch.h"
 
 namespace flashattn_ext {
 namespace ascend {
@@ -78,6 +81,32 @@ std::string private_format(const at::Tensor& tensor) {
 #define FLASHATTN_EXPORT extern "C" __attribute__((visibility("default")))
 
 FLASHATTN_EXPORT const char* flashattn_ext_ascend_soc() { return FLASHATTN_SOC; }
+
+// Whether the device makes results that are not finite finite: 1 or 0, or -1 where the runtime does not say.
+FLASHATTN_EXPORT int flashattn_ext_ascend_saturates() {
+  aclrtFloatOverflowMode mode = ACL_RT_OVERFLOW_MODE_UNDEF;
+  if (aclrtGetDeviceSatMode(&mode) != ACL_SUCCESS || mode >= ACL_RT_OVERFLOW_MODE_UNDEF) return -1;
+  return mode == ACL_RT_OVERFLOW_MODE_SATURATION;
+}
+
+// The measurement of fix_rate.h on the current stream. `to`: so many bytes of device memory. Returns the error, or
+// null.
+FLASHATTN_EXPORT int64_t flashattn_ext_ascend_fix_rate_bytes() {
+  return flashattn_ext::ascend::cube_cores() * flashattn_ext::ascend::FixRateArguments::kCoreBytes;
+}
+FLASHATTN_EXPORT const char* flashattn_ext_ascend_fix_rate(void* to, int32_t columns, int32_t times,
+                                                           bool fractals) try {
+  using namespace flashattn_ext::ascend;
+  const FlashattnBytes bytes = to_bytes(FixRateArguments{to, columns, times, fractals});
+  enqueue("flash_fix_rate", [=, cores = cube_cores(), stream = current_stream(-1)] {
+    return launch_flash_fix_rate(cores, stream, bytes);
+  });
+  return nullptr;
+} catch (const std::exception& error) {
+  thread_local std::string text;
+  text = error.what();
+  return text.c_str();
+}
 
 FLASHATTN_EXPORT uint64_t flashattn_ext_backend_layout() { return flashattn_ext::kBackendLayout; }
 

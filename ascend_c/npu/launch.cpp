@@ -27,7 +27,11 @@
 #include "../inst/backward_prepare_fp16.cpp"
 #include "../inst/backward_prepare_fp32.cpp"
 #include "../inst/dropout_mask.cpp"
+#include "../inst/fix_rate.cpp"
 #include "../inst/forward_bf16.cpp"
+#include "../inst/forward_check_bf16.cpp"
+#include "../inst/forward_check_fp16.cpp"
+#include "../inst/forward_check_fp32.cpp"
 #include "../inst/forward_dropout_bf16.cpp"
 #include "../inst/forward_dropout_fp16.cpp"
 #include "../inst/forward_dropout_fp32.cpp"
@@ -65,7 +69,11 @@
 #include <aclrtlaunch_flash_backward_prepare_fp16.h>
 #include <aclrtlaunch_flash_backward_prepare_fp32.h>
 #include <aclrtlaunch_flash_dropout_mask.h>
+#include <aclrtlaunch_flash_fix_rate.h>
 #include <aclrtlaunch_flash_forward_bf16.h>
+#include <aclrtlaunch_flash_forward_check_bf16.h>
+#include <aclrtlaunch_flash_forward_check_fp16.h>
+#include <aclrtlaunch_flash_forward_check_fp32.h>
 #include <aclrtlaunch_flash_forward_dropout_bf16.h>
 #include <aclrtlaunch_flash_forward_dropout_fp16.h>
 #include <aclrtlaunch_flash_forward_dropout_fp32.h>

@@ -1,6 +1,6 @@
 """torch.nn.functional.scaled_dot_product_attention through this package's kernels.
 
-    flashattn_ext.integrations.sdpa.activate()      # from here on, on the CPU and on CUDA, forward and backward
+    flashattn_ext.integrations.sdpa.activate()      # from here on, on the CPU, CUDA and an NPU, forward and backward
     with flashattn_ext.integrations.sdpa.activate(report=True) as report: ...
 
 The semantics of a call stay as documented by torch. A call that these kernels do not support runs on torch's own kernels, and a
@@ -13,7 +13,11 @@ heads, makes bool masks additive or chooses a kernel.
 
 from __future__ import annotations
 
+import functools
+import threading
+import warnings
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -153,10 +157,16 @@ class _Registration:
     """The kernels registered in torch's dispatcher, until remove()."""
 
     def __init__(self) -> None:
-        devices = ["CPU"] + (["CUDA"] if any("cuda" in name for name in build_info()["backends"]) else [])
+        backends = build_info()["backends"]
+        devices = ["CPU"] + (["CUDA"] if any("cuda" in name for name in backends) else [])
         self._library: torch.library.Library | None = torch.library.Library("aten", "IMPL")
         for key in (key for device in devices for key in (device, f"Autograd{device}")):
             self._library.impl("scaled_dot_product_attention", _attention, key)
+        if "ascend" in backends and _has_torch_npu():
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel")
+                for key in ("PrivateUse1", "AutogradPrivateUse1"):
+                    self._library.impl("scaled_dot_product_attention", _on_npu(key), key, with_keyset=True)
 
     def remove(self) -> None:
         self._library = None
@@ -179,6 +189,7 @@ def _attention(
     *,
     scale: float | None = None,
     enable_gqa: bool = False,
+    torchs: Callable[..., Tensor] = _SDPA.decompose,
 ) -> Tensor:
     report = None if _current is None else _current.report
     try:
@@ -191,10 +202,42 @@ def _attention(
         if report is not None:
             report.ours += 1
         return out
-    result: Tensor = _SDPA.decompose(
-        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-    )
-    return result
+    return torchs(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+
+
+def _has_torch_npu() -> bool:
+    """Whether NPU tensors can exist. torch_npu registers a kernel of its own, so it has to be imported before this module's."""
+    try:
+        import torch_npu  # noqa: F401
+    except (ImportError, OSError, RuntimeError):
+        return False
+    return True
+
+
+def _on_npu(key: str) -> Callable[..., Tensor]:
+    """The kernel for a dispatch key of NPUs. Calls that are left to torch go to the kernel that was registered before."""
+    own = torch.library.get_kernel(_SDPA, key)
+
+    def attention(keys: Any, *arguments: Any, **options: Any) -> Tensor:
+        def torchs(*arguments: Any, **options: Any) -> Tensor:
+            # The kernel for autograd may call the operator again, for the backend's key: that call was left to torch, too.
+            left, _thread.left_to_torch = _is_left(), True
+            try:
+                result: Tensor = own.call_boxed(keys, *arguments, **options)
+                return result
+            finally:
+                _thread.left_to_torch = left
+
+        return (torchs if _is_left() else functools.partial(_attention, torchs=torchs))(*arguments, **options)
+
+    return attention
+
+
+_thread = threading.local()
+
+
+def _is_left() -> bool:
+    return getattr(_thread, "left_to_torch", False)
 
 
 def _run(

@@ -12,47 +12,29 @@ constexpr uint32_t kElements = 1024;
 
 // A vector core with two buffers of floats in UB, and GM.
 struct Vector {
-  TPipe pipe;
-  TBuf<TPosition::VECCALC> buffer_a, buffer_b;
   GlobalTensor<float> gm;
-  LocalTensor<float> a, b;
-  LocalTensor<float> l1;  // which no vector core has
+  LocalTensor<float> a{TPosition::VECIN, 0, kElements}, b{TPosition::VECIN, kElements * 4, kElements};
+  LocalTensor<float> l1{TPosition::A1, 0, kElements};  // which no vector core has
 
-  __aicore__ explicit Vector(GM_ADDR x) : l1(TPosition::A1, 0, kElements) {
-    pipe.InitBuffer(buffer_a, kElements * sizeof(float));
-    pipe.InitBuffer(buffer_b, kElements * sizeof(float));
+  __aicore__ explicit Vector(GM_ADDR x) {
+    InitSocState();
     gm.SetGlobalBuffer((__gm__ float*)x);
-    a = buffer_a.Get<float>();
-    b = buffer_b.Get<float>();
   }
 };
 
 // A cube core with a tile of halfs in each memory, and GM.
 struct Cube {
-  TPipe pipe;
-  TBuf<TPosition::A1> buffer_l1;
-  TBuf<TPosition::A2> buffer_l0a;
-  TBuf<TPosition::B2> buffer_l0b;
-  TBuf<TPosition::CO1> buffer_l0c;
+  static constexpr uint32_t kTile = 32 * 32;
   GlobalTensor<half> gm;
   GlobalTensor<float> out;
-  LocalTensor<half> l1, l0a, l0b;
-  LocalTensor<float> l1f, l0af, l0bf, l0c;  // fp32 in the same places
+  LocalTensor<half> l1{TPosition::A1, 0, kTile}, l0a{TPosition::A2, 0, kTile}, l0b{TPosition::B2, 0, kTile};
+  LocalTensor<float> l1f{TPosition::A1, 0, kTile / 2}, l0af{TPosition::A2, 0, kTile / 2},
+      l0bf{TPosition::B2, 0, kTile / 2}, l0c{TPosition::CO1, 0, kTile};  // fp32 in the same places
 
   __aicore__ explicit Cube(GM_ADDR x) {
-    pipe.InitBuffer(buffer_l1, 32 * 32 * 2);
-    pipe.InitBuffer(buffer_l0a, 32 * 32 * 2);
-    pipe.InitBuffer(buffer_l0b, 32 * 32 * 2);
-    pipe.InitBuffer(buffer_l0c, 32 * 32 * 4);
+    InitSocState();
     gm.SetGlobalBuffer((__gm__ half*)x);
     out.SetGlobalBuffer((__gm__ float*)x);
-    l1 = buffer_l1.Get<half>();
-    l0a = buffer_l0a.Get<half>();
-    l0b = buffer_l0b.Get<half>();
-    l1f = buffer_l1.Get<float>();
-    l0af = buffer_l0a.Get<float>();
-    l0bf = buffer_l0b.Get<float>();
-    l0c = buffer_l0c.Get<float>();
   }
 };
 
@@ -271,6 +253,10 @@ std::map<std::string, std::function<void(Cube&)>> cube_cases = {
      }},
     {"drain_extent", [](Cube& t) { Fixpipe(t.out, t.l0c, Drained(16, 48, 32, 48)); }},  // fault: drain_extent
     {"drain_rows", [](Cube& t) { Fixpipe(t.out, t.l0c, Drained(8193, 16, 16, 16)); }},  // fault: drain_rows
+    {"drain_strips",
+     [](Cube& t) {
+       Fixpipe<float, float, CFG_NZ>(t.out, t.l0c, Drained(16, 32, 16, 31));  // fault: drain_strips
+     }},
     {"drain_stride", [](Cube& t) { Fixpipe(t.out, t.l0c, Drained(16, 16, 20, 16)); }},  // fault: drain_stride
 };
 
@@ -287,6 +273,7 @@ int main(int, char** argv) {
       Vector vector((GM_ADDR)x.data());
       if (vector_cases.count(argv[1])) vector_cases.at(argv[1])(vector);
     }
+    PipeBarrier<PIPE_ALL>();
   };
   const auto type = cube_cases.count(argv[1]) ? KERNEL_TYPE_MIX_AIC_1_2 : KERNEL_TYPE_AIV_ONLY;
   print(ascend_emulator::launch(type, 1, parse_options(argv[2]), gm, kernel));

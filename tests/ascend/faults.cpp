@@ -10,20 +10,18 @@ using namespace AscendC;
 
 constexpr uint32_t kElements = 256;
 
-// The usual surroundings: input and output in GM, two buffers in UB, everything float.
+// The usual surroundings: input and output in GM, two tensors in UB, everything float.
 struct Bench {
-  TPipe pipe;
-  TBuf<TPosition::VECCALC> buffer_a, buffer_b;
   GlobalTensor<float> in, out;
-  LocalTensor<float> a, b;
+  LocalTensor<float> a{TPosition::VECIN, 0, kElements}, b{TPosition::VECIN, kElements * 4, kElements};
 
   __aicore__ Bench(GM_ADDR x, GM_ADDR y) {
-    pipe.InitBuffer(buffer_a, kElements * sizeof(float));
-    pipe.InitBuffer(buffer_b, kElements * sizeof(float));
+    InitSocState();
     in.SetGlobalBuffer((__gm__ float*)x);
     out.SetGlobalBuffer((__gm__ float*)y);
-    a = buffer_a.Get<float>();
-    b = buffer_b.Get<float>();
+  }
+  __aicore__ ~Bench() noexcept(false) {  // a deadlock ends the block there
+    if (!std::uncaught_exceptions()) PipeBarrier<PIPE_ALL>();
   }
   __aicore__ void Load() { DataCopy(a, in, kElements); }
   __aicore__ void Store() { DataCopy(out, b, kElements); }
@@ -34,6 +32,37 @@ __aicore__ void Sync(int id = 0) {
   SetFlag<event>(id);
   WaitFlag<event>(id);
 }
+
+// The same with memory and event ids of a TPipe.
+struct PipeBench {
+  TPipe* pipe;
+  TBuf<TPosition::VECIN> buffer_a, buffer_b;
+  GlobalTensor<float> in, out;
+  LocalTensor<float> a, b;
+
+  __aicore__ PipeBench(TPipe* pipe, GM_ADDR x, GM_ADDR y) : pipe(pipe) {
+    pipe->InitBuffer(buffer_a, kElements * sizeof(float));
+    pipe->InitBuffer(buffer_b, kElements * sizeof(float));
+    in.SetGlobalBuffer((__gm__ float*)x);
+    out.SetGlobalBuffer((__gm__ float*)y);
+    a = buffer_a.Get<float>();
+    b = buffer_b.Get<float>();
+  }
+  __aicore__ void Load() { DataCopy(a, in, kElements); }
+  __aicore__ void Store() { DataCopy(out, b, kElements); }
+  template <HardEvent event>
+  __aicore__ void Sync() {
+    const TEventID id = pipe->AllocEventID<event>();
+    ::Sync<event>(id);
+    pipe->ReleaseEventID<event>(id);
+  }
+};
+
+// Holds its TPipe itself.
+struct Holder {
+  TPipe pipe;
+  __aicore__ Holder() {}  // fault: pipe_in_an_object
+};
 
 // Adds 1e8, -1e8 and in + 1 to zeros, in fp32: only this order yields in + 1.
 __aicore__ void AddThree(GM_ADDR x, GM_ADDR y, bool ordered) {
@@ -126,9 +155,10 @@ std::map<std::string, std::function<void(GM_ADDR, GM_ADDR)>> cases = {
      }},
     {"legal_copy_queue",  // in through one queue without compute to the output, then back and + 1
      [](GM_ADDR x, GM_ADDR y) {
-       Bench t(x, y);
+       TPipe pipe;
+       PipeBench t(&pipe, x, y);
        TQueBind<TPosition::VECIN, TPosition::VECOUT, 1> queue;
-       t.pipe.InitBuffer(queue, 2, 256);
+       pipe.InitBuffer(queue, 2, 256);
        for (int i = 0; i < 4; ++i) {
          LocalTensor<float> part = queue.AllocTensor<float>();
          DataCopy(part, t.in[i * 64], 64);
@@ -137,7 +167,7 @@ std::map<std::string, std::function<void(GM_ADDR, GM_ADDR)>> cases = {
          DataCopy(t.out[i * 64], part, 64);
          queue.FreeTensor(part);
        }
-       Sync<HardEvent::MTE3_MTE2>(5);
+       t.Sync<HardEvent::MTE3_MTE2>();
        DataCopy(t.a, t.out, kElements);
        PipeBarrier<PIPE_ALL>();
        Adds(t.b, t.a, 1.0f, kElements);
@@ -161,18 +191,132 @@ std::map<std::string, std::function<void(GM_ADDR, GM_ADDR)>> cases = {
      }},
     {"legal_index",  // 0, 1, 2, ... of a buffer that others have finished with, and + 1
      [](GM_ADDR x, GM_ADDR y) {
-       Bench t(x, y);
+       TPipe pipe;
+       PipeBench t(&pipe, x, y);
        t.Load();
-       Sync<HardEvent::MTE2_V>();
+       t.Sync<HardEvent::MTE2_V>();
        Duplicate(t.b, 0.0f, kElements);
-       Sync<HardEvent::V_S>();
+       t.Sync<HardEvent::V_S>();
        CreateVecIndex(t.b, 0.0f, kElements);
        Adds(t.b, t.b, 1.0f, kElements);
-       Sync<HardEvent::V_MTE3>();
+       t.Sync<HardEvent::V_MTE3>();
        t.Store();
      }},
     {"legal_ordered_additions", [](GM_ADDR x, GM_ADDR y) { AddThree(x, y, true); }},
     {"additions_in_any_order", [](GM_ADDR x, GM_ADDR y) { AddThree(x, y, false); }},
+    {"own_event_id_beside_a_pipe",
+     [](GM_ADDR x, GM_ADDR y) {
+       TPipe pipe;
+       PipeBench t(&pipe, x, y);
+       const TEventID id = pipe.AllocEventID<HardEvent::MTE2_V>();
+       t.Load();
+       ::Sync<HardEvent::MTE2_V>(id);
+       SetFlag<HardEvent::MTE2_V>(id + 1);  // fault: own_event_id_beside_a_pipe
+     }},
+    {"waits_for_own_event_id",
+     [](GM_ADDR, GM_ADDR) {
+       TPipe pipe;
+       WaitFlag<HardEvent::MTE2_V>(0);  // fault: waits_for_own_event_id
+     }},
+    {"legal_fetched_id",
+     [](GM_ADDR x, GM_ADDR y) {
+       TPipe pipe;
+       PipeBench t(&pipe, x, y);
+       t.Load();
+       Sync<HardEvent::MTE2_V>(pipe.FetchEventID(HardEvent::MTE2_V));
+       Adds(t.b, t.a, 1.0f, kElements);
+       Sync<HardEvent::V_MTE3>(pipe.FetchEventID(HardEvent::V_MTE3));
+       t.Store();
+     }},
+    {"id_never_released",
+     [](GM_ADDR, GM_ADDR) {
+       TPipe pipe;  // fault: id_never_released
+       pipe.AllocEventID<HardEvent::MTE2_V>();
+     }},
+    {"id_released_twice",
+     [](GM_ADDR, GM_ADDR) {
+       TPipe pipe;
+       const TEventID id = pipe.AllocEventID<HardEvent::MTE2_V>();
+       pipe.ReleaseEventID<HardEvent::MTE2_V>(id);
+       pipe.ReleaseEventID<HardEvent::MTE2_V>(id);  // fault: id_released_twice
+     }},
+    {"pads_into_veccalc",
+     [](GM_ADDR x, GM_ADDR y) {
+       Bench t(x, y);
+       const LocalTensor<float> to(TPosition::VECCALC, 0, 64);
+       const DataCopyExtParams copy(1, 4, 0, 0, 0);
+       DataCopyPad(to, t.in, copy, DataCopyPadExtParams<float>());  // fault: pads_into_veccalc
+     }},
+    {"pads_from_veccalc",
+     [](GM_ADDR x, GM_ADDR y) {
+       Bench t(x, y);
+       const LocalTensor<float> from(TPosition::VECCALC, 0, 64);
+       DataCopyPad(t.out, from, DataCopyExtParams(1, 4, 0, 0, 0));  // fault: pads_from_veccalc
+     }},
+    {"pads_into_a_buffer_for_computing",
+     [](GM_ADDR x, GM_ADDR y) {
+       TPipe pipe;
+       PipeBench t(&pipe, x, y);
+       TBuf<TPosition::VECCALC> buffer;
+       pipe.InitBuffer(buffer, 256);
+       const LocalTensor<int32_t> to = buffer.Get<float>()[8].ReinterpretCast<int32_t>();
+       GlobalTensor<int32_t> in;
+       in.SetGlobalBuffer((__gm__ int32_t*)x);
+       const DataCopyExtParams copy(1, 4, 0, 0, 0);
+       DataCopyPad(to, in, copy, DataCopyPadExtParams<int32_t>());  // fault: pads_into_a_buffer_for_computing
+     }},
+    {"pipe_in_an_object", [](GM_ADDR, GM_ADDR) { Holder holder; }},
+    {"two_pipes",
+     [](GM_ADDR, GM_ADDR) {
+       TPipe pipe;
+       TPipe other;  // fault: two_pipes
+     }},
+    {"address_beside_a_pipe",
+     [](GM_ADDR, GM_ADDR) {
+       TPipe pipe;
+       LocalTensor<float> a(TPosition::VECIN, 0, kElements);  // fault: address_beside_a_pipe
+     }},
+    {"pipe_beside_addresses",
+     [](GM_ADDR, GM_ADDR) {
+       LocalTensor<float> a(TPosition::VECIN, 0, kElements);
+       TPipe pipe;  // fault: pipe_beside_addresses
+     }},
+    {"address_beyond_ub",
+     [](GM_ADDR, GM_ADDR) {
+       LocalTensor<float> a(TPosition::VECIN, 196096, 65);  // fault: address_beyond_ub
+     }},
+    {"registers_in_any_state",
+     [](GM_ADDR, GM_ADDR) {
+       LocalTensor<float> a(TPosition::VECIN, 0, kElements);
+       Duplicate(a, 0.0f, kElements);  // fault: registers_in_any_state
+     }},
+    {"ends_before_its_pipes",
+     [](GM_ADDR, GM_ADDR) {
+       InitSocState();
+       LocalTensor<float> a(TPosition::VECIN, 0, kElements);
+       PipeBarrier<PIPE_ALL>();
+       Duplicate(a, 0.0f, kElements);  // fault: ends_before_its_pipes
+     }},
+    {"index_without_a_pipe",
+     [](GM_ADDR x, GM_ADDR y) {
+       Bench t(x, y);
+       CreateVecIndex(t.a, 0.0f, kElements);  // fault: index_without_a_pipe
+     }},
+    {"infinity_becomes_finite",
+     [](GM_ADDR x, GM_ADDR y) {
+       Bench t(x, y);
+       Duplicate(t.a, 1e9f, kElements);
+       PipeBarrier<PIPE_V>();
+       Cast(t.b.ReinterpretCast<half>(), t.a, RoundMode::CAST_RINT, 64);  // fault: infinity_becomes_finite
+     }},
+    {"half_sum_saturates",
+     [](GM_ADDR x, GM_ADDR y) {
+       Bench t(x, y);
+       const LocalTensor<half> a = t.a.ReinterpretCast<half>(), b = t.b.ReinterpretCast<half>();
+       Duplicate(a, half(6e4f), 64);
+       PipeBarrier<PIPE_V>();
+       Add(b, a, a, 64);  // fault: half_sum_saturates
+     }},
     {"dropped_wait",
      [](GM_ADDR x, GM_ADDR y) {
        Bench t(x, y);
@@ -376,20 +520,22 @@ std::map<std::string, std::function<void(GM_ADDR, GM_ADDR)>> cases = {
      }},
     {"index_over_unread",  // its first block is written by the scalar unit, which does not wait
      [](GM_ADDR x, GM_ADDR y) {
-       Bench t(x, y);
+       TPipe pipe;
+       PipeBench t(&pipe, x, y);
        t.Load();
-       Sync<HardEvent::MTE2_V>();
+       t.Sync<HardEvent::MTE2_V>();
        Adds(t.b, t.a, 1.0f, kElements);
        PipeBarrier<PIPE_V>();
        CreateVecIndex(t.a, 0.0f, kElements);  // fault: index_over_unread
-       Sync<HardEvent::V_MTE3>();
+       t.Sync<HardEvent::V_MTE3>();
        t.Store();
      }},
     {"index_over_unstored",
      [](GM_ADDR x, GM_ADDR y) {
-       Bench t(x, y);
+       TPipe pipe;
+       PipeBench t(&pipe, x, y);
        Duplicate(t.b, 1.0f, kElements);
-       Sync<HardEvent::V_MTE3>();
+       t.Sync<HardEvent::V_MTE3>();
        t.Store();
        CreateVecIndex(t.b, 0.0f, kElements);  // fault: index_over_unstored
      }},
@@ -522,7 +668,8 @@ std::map<std::string, std::function<void(GM_ADDR, GM_ADDR)>> cases = {
      }},
     {"tbuf_too_small",
      [](GM_ADDR x, GM_ADDR y) {
-       Bench t(x, y);
+       TPipe pipe;
+       PipeBench t(&pipe, x, y);
        t.buffer_a.Get<float>(kElements + 1);  // fault: tbuf_too_small
      }},
     {"tensor_out_of_bounds",
@@ -613,9 +760,10 @@ std::map<std::string, std::function<void(GM_ADDR, GM_ADDR)>> cases = {
      }},
     {"used_after_free",
      [](GM_ADDR x, GM_ADDR y) {
-       Bench t(x, y);
+       TPipe pipe;
+       PipeBench t(&pipe, x, y);
        Queue queue;
-       t.pipe.InitBuffer(queue, 2, 1024);
+       pipe.InitBuffer(queue, 2, 1024);
        LocalTensor<float> a = queue.AllocTensor<float>();
        DataCopy(a, t.in, kElements);
        queue.EnQue(a);

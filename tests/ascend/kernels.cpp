@@ -24,6 +24,7 @@ int main() {
       p.intervals.data = options & kMask ? pair : nullptr;
       p.dropout_threshold = options & kDropout ? 128 : 256;
       const Arguments forward = forward_arguments(p, 1), backward = backward_arguments(p, 1);
+      std::printf("check %u %s\n", options, kNames[kernel_of(Stage::kForwardCheck, forward)]);
       std::printf("forward %u %s\n", options, kNames[kernel_of(Stage::kForward, forward)]);
       std::printf("prepare %u %s\n", options, kNames[kernel_of(Stage::kPrepare, backward)]);
       std::printf("backward %u %s\n", options, kNames[kernel_of(Stage::kBackward, backward)]);

@@ -28,15 +28,13 @@ class Cube {
     g_out.SetGlobalBuffer((__gm__ half*)out + GetBlockIdx() * s.m * Round16(s.d));
     g_scores.SetGlobalBuffer((__gm__ float*)scores + GetBlockIdx() * kTile * kTile);
     g_p.SetGlobalBuffer((__gm__ half*)probabilities + GetBlockIdx() * kTile * kTile);
-    pipe.InitBuffer(l1_buffer, has("l1_too_big") ? 524288 : 2 * kTile * kTile * 2);  // fault: l1_too_big
-    pipe.InitBuffer(l0a_buffer, kTile * kTile * 2);
-    pipe.InitBuffer(l0b_buffer, kTile * kTile * 2);
-    pipe.InitBuffer(l0c_buffer, kTile * kTile * 4);
-    l1a = l1_buffer.Get<half>();
+    InitSocState();
+    const int l1_elements = has("l1_too_big") ? 262144 : 2 * kTile * kTile;
+    l1a = LocalTensor<half>(TPosition::A1, 0, l1_elements);  // fault: l1_too_big
     l1b = l1a[kTile * kTile];
-    l0a = l0a_buffer.Get<half>();
-    l0b = l0b_buffer.Get<half>();
-    l0c = l0c_buffer.Get<float>();
+    l0a = LocalTensor<half>(TPosition::A2, 0, kTile * kTile);
+    l0b = LocalTensor<half>(TPosition::B2, 0, kTile * kTile);
+    l0c = LocalTensor<float>(TPosition::CO1, 0, kTile * kTile);
   }
 
   __aicore__ void Run() {
@@ -61,9 +59,8 @@ class Cube {
     Load(l1b, gv, s.n, s.d, s.d);
     SetFlag<HardEvent::MTE2_MTE1>(0);
     WaitFlag<HardEvent::MTE2_MTE1>(0);
-    const int free_id = has("flag_of_the_pipe") ? 0 : 3;  // TPipe holds 0, 1 and 2
-    SetFlag<HardEvent::M_MTE1>(free_id);                  // fault: flag_of_the_pipe
-    WaitFlag<HardEvent::M_MTE1>(free_id);
+    SetFlag<HardEvent::M_MTE1>(0);
+    WaitFlag<HardEvent::M_MTE1>(0);
     LoadA(s.m, s.n);
     LoadTransposed(s.n, s.d);
     SetFlag<HardEvent::FIX_M>(0);
@@ -73,6 +70,7 @@ class Cube {
     if (has("cross_flag_leaks")) CrossCoreSetFlag<2, PIPE_FIX>(3);  // fault: cross_flag_leaks
     if (has("no_cross_wait")) CrossCoreWaitFlag(kProbabilitiesReady);
     if (has("no_load_flag")) WaitFlag<HardEvent::MTE2_MTE1>(0);
+    PipeBarrier<PIPE_ALL>();
   }
 
  private:
@@ -144,16 +142,15 @@ class Cube {
     p.quantPre = quant;
     if (has("rows_overlap")) p.dstStride = 16;
     if (has("out_of_bounds") && pitch == Round16(s.d)) to = to[16];
+    if (has("out_in_fractals") && quant != NoQuant) {  // strips of 16 columns
+      p.dstStride = s.m;
+      return Fixpipe<T, float, CFG_NZ>(to, l0c, p);
+    }
     Fixpipe(to, l0c, p);  // fault: no_drain_flag no_quant_to_half out_of_bounds columns_not_whole rows_overlap
     if (has("no_drain_flag")) WaitFlag<HardEvent::M_FIX>(0);
   }
 
   Sizes s;
-  TPipe pipe;
-  TBuf<TPosition::A1> l1_buffer;
-  TBuf<TPosition::A2> l0a_buffer;
-  TBuf<TPosition::B2> l0b_buffer;
-  TBuf<TPosition::CO1> l0c_buffer;
   GlobalTensor<half> ga, gb, gv, g_out, g_p;
   GlobalTensor<float> g_scores;
   LocalTensor<half> l1a, l1b, l0a, l0b;
@@ -162,12 +159,10 @@ class Cube {
 
 // Each of the two vector cores takes half of the rows.
 __aicore__ void Vector(GM_ADDR scores, GM_ADDR probabilities, Sizes s) {
-  TPipe pipe;
-  TBuf<TPosition::VECCALC> buffer, rounded_buffer;
-  pipe.InitBuffer(buffer, kTile / 2 * kTile * 4);
-  pipe.InitBuffer(rounded_buffer, kTile / 2 * kTile * 2);
-  LocalTensor<float> x = buffer.Get<float>();
-  LocalTensor<half> y = rounded_buffer.Get<half>();
+  InitSocState();
+  constexpr int kHalf = kTile / 2 * kTile;
+  LocalTensor<float> x(TPosition::VECIN, 0, kHalf);
+  LocalTensor<half> y(TPosition::VECOUT, kHalf * 4, kHalf);
   const int block = GetBlockIdx() / GetTaskRation(), half_rows = (s.m + 1) / 2;
   const int row = GetSubBlockIdx() * half_rows, rows = GetSubBlockIdx() ? s.m - half_rows : half_rows;
   GlobalTensor<float> from;
@@ -197,6 +192,7 @@ __aicore__ void Vector(GM_ADDR scores, GM_ADDR probabilities, Sizes s) {
   }
   if (has("reads_scores_too_early")) CrossCoreWaitFlag(kScoresReady);
   if (has("sync_all_in_part") && GetSubBlockIdx() == 0) SyncAll();  // fault: sync_all_in_part
+  PipeBarrier<PIPE_ALL>();
 }
 
 int main(int, char** argv) {

@@ -371,6 +371,15 @@ def test_cube_and_vector_cores_work_together(programs: Path, tmp_path: Path, siz
     assert all((result == results[0]).all() for result in results)
 
 
+def test_products_are_stored_in_fractals(programs: Path, tmp_path: Path) -> None:
+    m, _, _, d = sizes = (37, 53, 45, 61)
+    errors, _, got, expected = mixed(programs, tmp_path, "out_in_fractals", "random", 0, 2, sizes)
+    strips = np.fromfile(tmp_path / "out", dtype=np.float16).reshape(2, -(-d // 16), m, 16)
+    got = strips.transpose(0, 2, 1, 3).reshape(2, m, -1)[..., :d]
+    assert errors == []
+    np.testing.assert_allclose(got, np.broadcast_to(expected, got.shape), rtol=3e-3, atol=5e-3)
+
+
 def test_double_buffering_overlaps_in_the_time_model(programs: Path, tmp_path: Path) -> None:
     np.zeros((64, 512), np.float16).tofile(tmp_path / "x")
     _, counters = run(programs / "softmax", "eager", 0, 1, 64, 512, tmp_path / "x", tmp_path / "y")
@@ -422,6 +431,23 @@ def test_the_scalar_unit_waits_while_a_queue_is_full(programs: Path) -> None:
 
 # By case: what the report says about it.
 FAULTS = {
+    "own_event_id_beside_a_pipe": r"SetFlag<HardEvent::MTE2_V>: the TPipe gave the kernel no event id 1",
+    "waits_for_own_event_id": r"WaitFlag<HardEvent::MTE2_V>: the TPipe gave the kernel no event id 0: .* AllocEventID or FetchEventID",
+    "id_never_released": r"AllocEventID<HardEvent::MTE2_V> without ReleaseEventID",
+    "id_released_twice": r"ReleaseEventID<HardEvent::MTE2_V>: id 0 is not from AllocEventID",
+    "pads_into_veccalc": r"DataCopyPad: the position of the tensor in UB is VECCALC; on these chips it must be VECIN or VECOUT",
+    "pads_from_veccalc": r"DataCopyPad: the position of the tensor in UB is VECCALC",
+    "pads_into_a_buffer_for_computing": r"DataCopyPad: the position of the tensor in UB is VECCALC",
+    "pipe_in_an_object": r"TPipe: a member of an object; create it in the kernel function",
+    "two_pipes": r"TPipe: a second one while the first still exists",
+    "address_beside_a_pipe": r"LocalTensor: an address of its own beside a TPipe",
+    "pipe_beside_addresses": r"TPipe: the kernel has tensors with addresses of its own \(faults.cpp:\d+\)",
+    "address_beyond_ub": r"LocalTensor: 260 bytes at byte 196096 of UB, which has 196352",
+    "registers_in_any_state": r"Duplicate: mask and atomic registers are as the kernel before left them: .* InitSocState\(\)",
+    "ends_before_its_pipes": r"the kernel ends before the pipes do: .* PipeBarrier<PIPE_ALL>\(\)",
+    "index_without_a_pipe": r"CreateVecIndex: it takes an event id from a TPipe",
+    "infinity_becomes_finite": r"Cast saturates a result that is not finite; .* set CTRL\[48\]",
+    "half_sum_saturates": r"Add saturates a result that is not finite",
     "dropped_wait": r"race: Adds on V reads UB that DataCopy on MTE2 \(faults.cpp:\d+\) writes.*MTE2_V|"
     r"race: DataCopy on MTE2 writes UB that Adds on V \(faults.cpp:\d+\) reads.*V_MTE2",
     "no_flag_before_store": r"race: DataCopy on MTE3 reads UB that Adds on V \(faults.cpp:\d+\) writes.*V_MTE3|"
@@ -512,12 +538,11 @@ def test_fault_is_reported(programs: Path, case: str, mode: str) -> None:
 
 # The same for the mixed kernel.
 MIXED_FAULTS = {
-    "l1_too_big": r"a buffer of 524288 bytes at 0 ends beyond L1, which has 524032 usable bytes",
+    "l1_too_big": r"LocalTensor: 524288 bytes at byte 0 of L1, which has 524032",
     "v_on_cube": r"Adds: the destination is in L1 but must be in UB",
     "cube_on_vector": r"SetFlag<HardEvent::M_FIX>: AIV \d does not have both pipes",
     "no_load_flag": r"race: LoadData on MTE1 reads L1 that Nd2Nz on MTE2 .* writes.*MTE2_MTE1|LoadData reads|"
     r"race: Nd2Nz on MTE2 writes L1 that LoadData on MTE1 .* reads",
-    "flag_of_the_pipe": r"SetFlag<HardEvent::M_MTE1>\(0\) (while the flag is still set|may come before the wait) .* twice",
     "no_drain_flag": r"Fixpipe on FIX reads L0C that Mmad on M .* writes.*M_FIX|Fixpipe reads bytes of L0C",
     "l0_misaligned": r"LoadData: the destination starts at L0A byte 32, which is not aligned to 512 bytes",
     "wrong_memory": r"LoadData: the destination must be in L0A or L0B",
@@ -684,6 +709,7 @@ ARGUMENTS = {
     "drain_position": "Fixpipe: the source is in L0A but must be in L0C",
     "drain_extent": "Fixpipe: the source spans 5120 bytes from its start, but the tensor has 4096",
     "drain_rows": "Fixpipe: mSize 8193 is outside 1..8192",
+    "drain_strips": "Fixpipe: strips of 16 of 32 columns and 16 rows overlap or end early at dstStride 31 blocks",
     "drain_stride": "Fixpipe: srcStride 20 must be a multiple of 16, the rows of an L0C fractal",
 }
 
@@ -792,6 +818,7 @@ LEGAL = (
     "copy_queue",
     "accumulation",
     "index",
+    "fetched_id",
     "ordered_additions",
     "refreshed",
     "written_back",

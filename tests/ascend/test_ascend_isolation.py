@@ -187,3 +187,32 @@ def test_nothing_to_check(sizes: tuple[int, int, int]) -> None:
     out = flashattn_ext.forward(q, k, v, mask=mask)
     gradients = torch.autograd.grad(out.sum(), (q, k, v))
     assert not out.any() and not any(gradient.any() for gradient in gradients)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", ["intervals", "packed", "wide, one buffer of scores", "softcap, dropout"])
+def test_a_hidden_nan_never_reaches_the_cube(monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype) -> None:
+    """Mmad must not get a NaN, which may raise an execution error: what hides in v is found before the first product."""
+    monkeypatch.setenv("FLASHATTN_EXT_ASCEND_EMULATOR", "nan=refuse")
+    call = CALLS[name]
+    mask, tensors = draw(call, dtype)
+    bad = torch.randint(sum(call.lengths_k), (3,), generator=torch.Generator().manual_seed(7))
+    intervals = mask.intervals.clone()
+    keys = intervals.flatten(0, -3) if call.packed else intervals.transpose(0, 1).flatten(1, 2)
+    keys[:, bad] = 0  # no row sees them
+    if not call.packed:
+        intervals = torch.stack(keys.split(call.lengths_k, 1))
+    options = dict(call.options, mask=Mask(intervals), causal=call.causal, window_size=(call.left, -1))
+    sequences = [torch.tensor([0, *lengths]).cumsum(0).int() for lengths in (call.lengths_q, call.lengths_k)]
+
+    def out(v: torch.Tensor) -> torch.Tensor:
+        three = [tensors["q"], tensors["k"], v]
+        if call.packed:
+            return flashattn_ext.varlen_forward(*three, *sequences, max(call.lengths_q), max(call.lengths_k), **options)
+        return flashattn_ext.forward(*(t.unflatten(0, (len(call.lengths_q), -1)) for t in three), **options)
+
+    poisoned = tensors["v"].index_fill(0, bad, math.nan)
+    assert_same_bits(out(poisoned), out(tensors["v"]), "out")
+    tensors["k"] = tensors["k"].index_fill(0, bad, math.nan)
+    with pytest.raises(RuntimeError, match="Mmad: a NaN in B may raise an execution error"):
+        out(poisoned)

@@ -131,7 +131,13 @@ def test_every_kernel_is_in_the_list_and_started() -> None:
 
 
 def test_rows_of_the_table_agree_with_their_names() -> None:
-    stages = {"Forward": "forward", "Backward": "backward", "Prepare": "backward_prepare", "Finish": "backward_finish"}
+    stages = {
+        "ForwardCheck": "forward_check",
+        "Forward": "forward",
+        "Backward": "backward",
+        "Prepare": "backward_prepare",
+        "Finish": "backward_finish",
+    }
     kinds = {
         "PlainOptions": "",
         "DropoutOptions": "_dropout",
@@ -140,9 +146,9 @@ def test_rows_of_the_table_agree_with_their_names() -> None:
         "EveryOption": "_general",
     }
     for cores, stage, dtype, options, name in TABLE:
-        assert cores == ("MIXED" if stage in ("Forward", "Backward") else "VECTOR")
-        if stage == "DropoutMask":
-            assert name == "dropout_mask"
+        assert cores == ("MIXED" if stage in ("Forward", "Backward", "FixRate") else "VECTOR")
+        if stage in ("DropoutMask", "FixRate"):
+            assert name in ("dropout_mask", "fix_rate")
             continue
         stem, letters = name.rsplit("_", 1)
         assert TYPES[letters] == dtype
@@ -164,6 +170,7 @@ def test_a_call_runs_the_smallest_kernel_that_has_its_options(tmp_path: Path) ->
             kind = {0: "", MASK: "_mask", DROPOUT: "_dropout"}.get(options & ~SOFTCAP, "_general")
             backward = "_bias" if options & BIASES and not options & DROPOUT and letters != "fp32" else kind
             expected += [
+                f"check {options} flash_forward_check_{letters}",
                 f"forward {options} flash_forward{kind}_{letters}",
                 f"prepare {options} flash_backward_prepare_{letters}",
                 f"backward {options} flash_backward{backward}_{letters}",

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from helpers import Case, check, make_inputs, measure, run
+from helpers import Case, assert_same_bits, check, make_inputs, measure, run
 from mask_cases import KINDS
 
 import flashattn_ext
+from flashattn_ext_lab import bench_ascend
 
 MODES = ("mode=eager,cores=1", "mode=late,cores=2", "mode=random,seed=1,cores=3")
 
@@ -171,3 +173,37 @@ def test_options_with_large_head_dims_share_ub(
     """In 16 bits UB has no room for two buffers of scores beside them."""
     monkeypatch.setenv("FLASHATTN_EXT_ASCEND_EMULATOR", "mode=random,seed=3,cores=2")
     check(replace(LONG, dtype=torch.float16, D=72, Dv=Dv, causal=True, seed=1, **options), "cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("scale", [1.0, 2.0**-3, 2.0**-40])
+def test_a_power_of_two_is_multiplied_with_the_subtraction(dtype: torch.dtype, scale: float) -> None:
+    """In one instruction, for the bits of two: slopes of 0 change no score, but take the way of a product and a subtraction."""
+    generator = torch.Generator().manual_seed(2)
+    q, k, v = (torch.randn(1, n, 2, 64, generator=generator).to(dtype) for n in (150, 600, 600))
+    options = dict(causal=True, softmax_scale=scale, sink=torch.tensor([0.5, -torch.inf]), return_lse=True)
+    with flashattn_ext.use_backend("ascend-emulator"):
+        got = flashattn_ext.forward(q, k, v, **options)
+        expected = flashattn_ext.forward(q, k, v, alibi_slopes=torch.zeros(2), **options)
+    for a, b, name in zip(got, expected, ("out", "lse"), strict=True):
+        assert_same_bits(a, b, name)
+
+
+def test_one_instruction_less_where_the_scale_is_a_power_of_two() -> None:
+    """By the time model: of two head dims that take the same steps, the scale of 64 is a power of two."""
+    library = ctypes.CDLL(str(bench_ascend.LIBRARY))
+    library.flashattn_ext_model.restype = ctypes.c_char_p
+    busy = {
+        dim: bench_ascend.model(library, bench_ascend._case(1024, dim))["busy_aiv"]["V"]
+        * bench_ascend.model(library, bench_ascend._case(1024, dim))["cycles"]
+        for dim in (63, 64)
+    }
+    assert busy[64] < 0.95 * busy[63]
+
+
+def test_packed_sequences_are_dealt_by_area() -> None:
+    """By the time model, on 24 cores: dealt by their number, the tasks would leave the pipe that limits them idle for 36 %."""
+    library = ctypes.CDLL(str(bench_ascend.LIBRARY))
+    library.flashattn_ext_model.restype = ctypes.c_char_p
+    case = bench_ascend._case(8192, 64, True, lengths=(3000, 200, 2500, 900, 500, 1092))
+    assert bench_ascend.model(library, replace(case, set=bench_ascend.PACKED))["busy_aic"]["FIX"] > 0.7

@@ -188,10 +188,72 @@ def test_every_rung_holds_and_doctor_shows_them() -> None:
         assert doctor.report(None) == 0
     """)
     rungs = [line for line in text.splitlines() if "npu: " in line]
-    assert len(rungs) == 6 and all(line.startswith("ok ") for line in rungs), text
+    assert len(rungs) == 7 and all(line.startswith("ok ") for line in rungs), text
     assert "all 16506 bits of the mask are the CPU's" in rungs[0]
     assert all("largest difference from the CPU" in line for line in rungs[1:5])
     assert "out, lse and gradients of 15 calls" in rungs[5]
+    assert "12 calls of scaled_dot_product_attention agree with the CPU; torch_npu's own do in 12" in rungs[6]
+    assert "ok    device: inf, NaN" in text and "INF/NAN mode" in text
+
+
+def test_doctor_warns_of_saturation() -> None:
+    text = on_device(
+        """
+        from flashattn_ext_lab import doctor, npu_ladder
+        npu_ladder.RUNGS.clear()
+        assert doctor.report(None) == 0
+    """,
+        TEST_NPU_SATURATES="1",
+    )
+    assert "miss  device: inf, NaN" in text and "saturation mode" in text and "INF_NAN_MODE_FORCE_DISABLE" in text
+
+
+def test_doctor_says_where_torchs_own_attention_drops_the_mask() -> None:
+    text = on_device(
+        """
+        from flashattn_ext_lab import npu_ladder
+        assert npu_ladder.main("beside torch") == 0
+    """,
+        TEST_NPU_SDPA="drops_mask",
+    )
+    assert (
+        "torch_npu's own do in 6, drop the mask in: a bool mask at D = 64, an additive mask at D = 64, a bool mask"
+        in text
+    )
+
+
+def test_scaled_dot_product_attention_runs_here() -> None:
+    """Forward and backward through autograd, any head dim, and what is left to torch goes to torch_npu's own kernel."""
+    on_device("""
+        from flashattn_ext.integrations import sdpa
+        attention = torch.nn.functional.scaled_dot_product_attention
+        q, k = random(2, 2, 40, 80), random(2, 2, 60, 80)
+        visible = torch.ones(40, 60, dtype=torch.bool).tril(10)
+
+        def run(where, **options):
+            leaves = [t.clone().to(where).requires_grad_() for t in (q, k, k)]
+            out = attention(*leaves, **{name: value.to(where) for name, value in options.items()})
+            return [t.detach().cpu() for t in (out, *torch.autograd.grad(out, leaves, torch.ones_like(out)))]
+
+        with sdpa.activate(report=True) as report:
+            got = run("npu", attn_mask=visible)
+            kernels = device.ran()
+            with torch.no_grad():
+                own = attention(*(t.to("npu") for t in (q, k, k)), is_causal=True, attn_mask=None, dropout_p=0.0).cpu()
+            assert report.ours == 2 and not report.torchs, report
+            assert [name.split("_")[0] for name in kernels] == ["forward", "backward", "backward", "backward"], kernels
+            expected = run("cpu", attn_mask=visible)
+            for a, b in zip(got, expected, strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2)
+            device.ran()
+            with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH), torch.no_grad():
+                left = attention(*(t.to("npu") for t in (q, k, k)), is_causal=True)
+            assert device.ran() == ["torch_npus_attention"] and report.torchs.total() == 1, report
+            torch.testing.assert_close(left.cpu(), own, rtol=1e-2, atol=1e-2)
+        # torch_npu's kernel is back.
+        attention(*(t.to("npu") for t in (q, k, k)))
+        assert device.ran() == ["torch_npus_attention"]
+    """)
 
 
 def test_the_last_rung_runs_every_kernel() -> None:
@@ -201,7 +263,8 @@ def test_the_last_rung_runs_every_kernel() -> None:
         npu_ladder._mask(), npu_ladder._every_kernel()
         print(*device.ran())
     """)
-    assert set(ran.split()) == set(re.findall(r"flash_(\w+)\)", kernels))
+    measured = {"fix_rate"}  # of tools/npu_times.py
+    assert set(ran.split()) | measured == set(re.findall(r"flash_(\w+)\)", kernels))
 
 
 @pytest.mark.parametrize(
@@ -240,7 +303,7 @@ def test_a_rung_says_what_is_broken(broken: str, rung: str, words: str) -> None:
 
 def test_the_first_broken_rung_ends_the_ladder() -> None:
     rungs = climb("flash_backward_prepare_fp16:skip")
-    assert [holds for _, holds, _ in rungs] == ["True", *["False"] * 5], rungs
+    assert [holds for _, holds, _ in rungs] == ["True", *["False"] * 6], rungs
     assert rungs[1][0] == "prepare" and "gradients of q and the sink without keys, result 0" in rungs[1][2]
     assert all(text == "not tried" for _, _, text in rungs[2:])
 
@@ -274,18 +337,25 @@ def test_a_kernel_that_hangs_is_named() -> None:
     assert rungs[0] == ["mask kernel", "False", "no answer within 5 seconds: a kernel hangs"]
 
 
-def test_times_beside_torch_npu() -> None:
+def test_times_beside_torch_npu(tmp_path: Path) -> None:
     """tools/npu_times.py, with the host's clock. The stand-in for the NPU has no attention of its own: it gets ours."""
     text = on_device(f"""
         import sys
+        from pathlib import Path
         sys.path.append({str(ROOT / "tools")!r})
         import npu_times
         torch.nn.functional.scaled_dot_product_attention = lambda q, k, v, is_causal, dropout_p: flashattn_ext.forward(
             q, k, v, layout="bhsd", causal=is_causal, dropout_p=dropout_p
         )
         npu_times.WARMUP, npu_times.RUNS, npu_times.HEADS, npu_times.CALLS = 0, 1, 2, ((40, 32, True, 0.0),)
+        rates = npu_times.npu_rates
+        rates.TIMES, rates.WARMUP, rates.RUNS, rates.LAUNCHES, rates.REPORT = 17, 0, 1, 1, Path({str(tmp_path)!r}) / "b" / "r.txt"
         npu_times.main()
+        npu_times.main()
+        assert device.ran() == [] and rates.REPORT.read_text().count("an empty launch: ") == 2
     """)
+    measured = re.findall(r"\| (rows \(ND\)|fractals \(NZ\)) \| (\d+) \| [\d.]+ \| [\d.]+ \|", text)
+    assert measured == 2 * [(layout, n) for layout in ("rows (ND)", "fractals (NZ)") for n in ("64", "128", "256")]
     ours, torch_npus = text.splitlines()[-2:]
     for line, name in ((ours, "flashattn_ext"), (torch_npus, "torch_npu")):
         cells = [cell.strip() for cell in line.strip("|").split("|")]

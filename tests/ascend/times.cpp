@@ -10,45 +10,37 @@ constexpr uint32_t kBytes = 64 * 1024;
 
 // `pieces` copies, which together are 64 KB.
 __aicore__ void CopyInPieces(GM_ADDR from, uint32_t pieces) {
-  TPipe pipe;
-  TBuf<TPosition::VECCALC> buffer;
-  pipe.InitBuffer(buffer, kBytes);
+  InitSocState();
+  const LocalTensor<float> ub(TPosition::VECIN, 0, kBytes / 4);
   GlobalTensor<float> gm;
   gm.SetGlobalBuffer((__gm__ float*)from);
-  const LocalTensor<float> ub = buffer.Get<float>();
   const uint32_t elements = kBytes / 4 / pieces;
   for (uint32_t p = 0; p < pieces; ++p) DataCopy(ub[p * elements], gm[p * elements], elements);
 }
 
 // 64 rows of `bytes`, each at the start of 512 bytes.
 __aicore__ void CopyRows(GM_ADDR from, uint32_t bytes) {
-  TPipe pipe;
-  TBuf<TPosition::VECCALC> buffer;
-  pipe.InitBuffer(buffer, kBytes);
+  InitSocState();
+  const LocalTensor<float> ub(TPosition::VECIN, 0, kBytes / 4);
   GlobalTensor<uint8_t> gm;
   gm.SetGlobalBuffer((__gm__ uint8_t*)from);
-  DataCopyPad(buffer.Get<uint8_t>(), gm, DataCopyExtParams(64, bytes, 512 - bytes, 0, 0),
+  DataCopyPad(ub.ReinterpretCast<uint8_t>(), gm, DataCopyExtParams(64, bytes, 512 - bytes, 0, 0),
               DataCopyPadExtParams<uint8_t>(false, 0, 0, 0));
 }
 
 // Two cores copy 16 KB each, `distance` bytes apart.
 __aicore__ void CopyBesideEachOther(GM_ADDR from, uint32_t distance) {
-  TPipe pipe;
-  TBuf<TPosition::VECCALC> buffer;
-  pipe.InitBuffer(buffer, 16 * 1024);
+  InitSocState();
+  const LocalTensor<float> ub(TPosition::VECIN, 0, 16 * 1024 / 4);
   GlobalTensor<float> gm;
   gm.SetGlobalBuffer((__gm__ float*)(from + GetBlockIdx() * distance));
-  DataCopy(buffer.Get<float>(), gm, 4096);
+  DataCopy(ub, gm, 4096);
 }
 
 // `loads` loads into L0A, 32 KB each, then 16 copies, which the scalar unit issues when the queue of MTE1 has room.
 __aicore__ void LoadAndCopy(GM_ADDR from, uint32_t loads) {
-  TPipe pipe;
-  TBuf<TPosition::A1> l1_buffer;
-  TBuf<TPosition::A2> l0a_buffer;
-  pipe.InitBuffer(l1_buffer, 128 * 1024);
-  pipe.InitBuffer(l0a_buffer, 32 * 1024);
-  const LocalTensor<half> l1 = l1_buffer.Get<half>();
+  InitSocState();
+  const LocalTensor<half> l1(TPosition::A1, 0, 64 * 1024), l0a(TPosition::A2, 0, 16 * 1024);
   Fill(l1, InitConstValueParams<half>(1, 1024, 0, half(0.0f)));
   SetFlag<HardEvent::MTE2_MTE1>(0);
   WaitFlag<HardEvent::MTE2_MTE1>(0);
@@ -56,7 +48,7 @@ __aicore__ void LoadAndCopy(GM_ADDR from, uint32_t loads) {
   load.repeatTimes = 64;
   load.srcStride = 1;
   for (uint32_t n = 0; n < loads; ++n) {
-    LoadData(l0a_buffer.Get<half>(), l1, load);
+    LoadData(l0a, l1, load);
     PipeBarrier<PIPE_MTE1>();
   }
   GlobalTensor<half> gm;
@@ -94,6 +86,7 @@ int main(int, char** argv) {
                                       LoadAndCopy(x, number);
                                     }
                                   }
+                                  PipeBarrier<PIPE_ALL>();
                                 }));
   return 0;
 }

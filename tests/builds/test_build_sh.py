@@ -16,7 +16,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
-NAMES = "910, 910b, 910pro, 910_93"
+NAMES = "910, 910b, 910pro, 910c, 910_93"
 RELEASE = torch.__version__.split("+")[0]
 
 
@@ -130,6 +130,7 @@ def test_cann_without_its_compiler(tmp_path: Path) -> None:
         (["-arch", "ascend910b2c", "-soc", "Ascend910B2C"], "Atlas A2, built for Ascend910B2C"),
         (["-arch", "910_9392"], "-arch 910_9392: Atlas A3, built for Ascend910_9392"),
         (["-arch", "Ascend910_9372"], "Atlas A3, built for Ascend910_9372"),
+        (["-arch", "910C"], "Atlas A3, built for Ascend910_9391"),
     ],
 )
 def test_check_says_what_would_be_built(arguments: list[str], soc: str, tmp_path: Path) -> None:
@@ -166,7 +167,9 @@ arguments=("$@")
 if [[ "$0" == */bisheng ]]; then
   echo "$0 $*" >>{log}
   arguments=()
-  for argument; do case "$argument" in --gcc-toolchain=* | --npu-arch=*) ;; *) arguments+=("$argument") ;; esac; done
+  for argument; do
+    case "$argument" in --gcc-toolchain=* | --npu-arch=* | --asc-aicore-lang) ;; *) arguments+=("$argument") ;; esac
+  done
 fi
 exec {compiler} "${{arguments[@]}}"
 """
@@ -186,7 +189,8 @@ function(ascendc_compile_options name)
 endfunction()
 """
 
-# CANN 9: a language. Like CANN's, it sets no linker preference and no compiler flag for position-independent code.
+# CANN 9: a language. Like CANN's modules, it sets no linker preference. Of the options that bisheng needs, the modules of 9.0 pass
+# none but those of a debug build; those of 9.1 pass the architecture, a standard and an optimisation.
 ASC = {
     "asc-config.cmake": "list(APPEND CMAKE_MODULE_PATH ${{CMAKE_CURRENT_LIST_DIR}}/asc_modules)",
     "asc_modules/CMakeDetermineASCCompiler.cmake": """
@@ -199,15 +203,35 @@ set(CMAKE_ASC_COMPILER "@CMAKE_ASC_COMPILER@")
 set(CMAKE_ASC_COMPILER_LOADED 1)
 """,
     "asc_modules/CMakeTestASCCompiler.cmake": "set(CMAKE_ASC_COMPILER_WORKS 1)",
-    "asc_modules/CMakeASCInformation.cmake": """
+}
+ASC_INFORMATION = "asc_modules/CMakeASCInformation.cmake"
+ASC_RULES = """
 set(CMAKE_ASC_OUTPUT_EXTENSION .o)
 set(CMAKE_INCLUDE_FLAG_ASC -I)
 set(CMAKE_SHARED_LIBRARY_CREATE_ASC_FLAGS -shared)
 set(CMAKE_ASC_COMPILE_OBJECT
-  "<CMAKE_ASC_COMPILER> <DEFINES> <INCLUDES> --npu-arch=${{CMAKE_ASC_ARCHITECTURES}} <FLAGS> -o <OBJECT> -c <SOURCE>")
-set(CMAKE_ASC_CREATE_SHARED_LIBRARY "<CMAKE_ASC_COMPILER> <LINK_FLAGS> -shared <OBJECTS> -o <TARGET> <LINK_LIBRARIES>")
-""",
-}
+  "<CMAKE_ASC_COMPILER> <DEFINES> <INCLUDES> ${{of_the_modules}} <FLAGS> -o <OBJECT> -c --asc-aicore-lang <SOURCE>")
+set(CMAKE_ASC_CREATE_SHARED_LIBRARY
+  "<CMAKE_ASC_COMPILER> <LANGUAGE_COMPILE_FLAGS> <LINK_FLAGS> -shared -o <TARGET> <OBJECTS> <LINK_LIBRARIES>")
+"""
+ASC_OF_9_0 = """
+set(of_the_modules -fPIC)
+if(CMAKE_BUILD_TYPE STREQUAL Debug)
+  string(APPEND of_the_modules " -O0 -g")
+endif()
+"""
+ASC_OF_9_1 = """
+set(of_the_modules -std=c++17)
+set(CMAKE_ASC_COMPILE_OPTIONS_PIC -fPIC)
+set(CMAKE_ASC_FLAGS_DEBUG_INIT "-O0 -g")
+set(CMAKE_ASC_FLAGS_RELEASE_INIT "-O3 -DNDEBUG")
+cmake_initialize_per_config_variable(CMAKE_ASC_FLAGS "Options of the ASC compiler")
+string(APPEND CMAKE_ASC_FLAGS " --npu-arch=${{CMAKE_ASC_ARCHITECTURES}}")
+"""
+
+
+def asc_modules(version: str) -> dict[str, str]:
+    return {**ASC, ASC_INFORMATION: (ASC_OF_9_0 if version.startswith("9.0") else ASC_OF_9_1) + ASC_RULES}
 
 
 def make_building_cann(folder: Path, version: str, project: Path, log: Path) -> Path:
@@ -220,7 +244,7 @@ def make_building_cann(folder: Path, version: str, project: Path, log: Path) -> 
         "bisheng": folder / "compiler" / "bisheng",
     }
     cmake = folder / "compiler" / "tikcpp" / "ascendc_kernel_cmake"
-    files = {"ascendc.cmake": ASCENDC} if version.startswith("8") else ASC
+    files = {"ascendc.cmake": ASCENDC} if version.startswith("8") else asc_modules(version)
     compilers = {folder / "cxx": COMPILER, names["bisheng"]: COMPILER}
     for path, text in {**{cmake / path: text for path, text in files.items()}, **compilers}.items():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -274,11 +298,11 @@ def make_project(tmp_path: Path):
     return make
 
 
-@pytest.mark.parametrize("version", ["8.5.0", "9.0.1"])
-def test_build_for_an_npu(version: str, make_project) -> None:
+@pytest.mark.parametrize("debug", [False, True], ids=["", "debug"])
+@pytest.mark.parametrize("version", ["8.5.0", "9.0.1", "9.1.0"])
+def test_build_for_an_npu(version: str, debug: bool, make_project) -> None:
     project, log, options = make_project(version)
     cann, packages = options["cann"], options["packages"]
-    debug = version.startswith("9")
     done = build("-arch", "910_93", "-soc", "Ascend910_9382", "-j", "2", *["-debug"] * debug, **options)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "built flashattn_ext/_ascend_npu.so" in done.stdout
@@ -302,7 +326,8 @@ def test_build_for_an_npu(version: str, make_project) -> None:
         (library,) = (line.split() for line in told if line.startswith("ascendc_library"))
         assert library[1:4] == ["flashattn_ext_kernels", "STATIC", "Ascend910_9382"]
         assert sorted(Path(source).stem for source in library[4].split(";")) == KERNELS
-        assert "ascendc_compile_definitions flashattn_ext_kernels PRIVATE;ASCENDC_DUMP=0" in told
+        definition = "ASCENDC_DEBUG" if debug else "ASCENDC_DUMP=0"  # without memory for printf the checks say nothing
+        assert f"ascendc_compile_definitions flashattn_ext_kernels PRIVATE;{definition}" in told
         assert "ascendc_compile_options flashattn_ext_kernels PRIVATE;--cce-auto-sync=off" in told
         assert "FLASHATTN_ASC" not in launch and "--cce-auto-sync" not in launch
     else:  # bisheng compiles the sources with kernels and links, with the C++ compiler's libraries
@@ -310,8 +335,13 @@ def test_build_for_an_npu(version: str, make_project) -> None:
         libgcc = subprocess.run([options["CXX"], "-print-file-name=libgcc.a"], capture_output=True, text=True).stdout
         toolchain = f"--gcc-toolchain={os.path.realpath(libgcc.strip()).split('/lib/gcc/')[0]}"
         for line in (launch, link):
-            assert line.startswith(f"{cann / 'compiler' / 'bisheng'} ") and toolchain in line.split()
-        assert "-DFLASHATTN_ASC" in launch and "--npu-arch=dav-2201" in launch
+            words = line.split()
+            assert words[0] == str(cann / "compiler" / "bisheng")
+            assert {toolchain, "--npu-arch=dav-2201", "-std=c++17"} <= set(words)
+            assert [word for word in words if word.startswith("-O")][-1] == ("-O0" if debug else "-O3")
+        definitions = {word for word in launch.split() if word.startswith("-DASCENDC")}
+        assert "-DFLASHATTN_ASC" in launch.split()
+        assert definitions == {"-DASCENDC_DEBUG" if debug else "-DASCENDC_DUMP=0"}
         assert "--cce-auto-sync=off" in launch.split() and "--cce-auto-sync" not in binding
         assert all(part in link for part in ("launch.cpp.o", "binding.cpp.o", "-ltorch_npu"))
 

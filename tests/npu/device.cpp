@@ -6,9 +6,11 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/CPUFallback.h>
+#include <ATen/ops/_scaled_dot_product_attention_math.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/view_native.h>
+#include <ATen/ops/zeros.h>
 #include <acl/acl.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
@@ -18,6 +20,7 @@
 #include <torch_npu/csrc/framework/OpCommand.h>
 
 #include <chrono>
+#include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <map>
@@ -167,7 +170,27 @@ void on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   at::native::cpu_fallback(op, stack);
 }
 
+// torch_npu has a kernel of its own for this operator. TEST_NPU_SDPA=drops_mask: one that ignores attn_mask.
+at::Tensor own_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                         const std::optional<at::Tensor>& mask, double dropout, bool causal,
+                         std::optional<double> scale, bool gqa) {
+  drain();
+  state.log += "torch_npus_attention ";
+  const char* const how = std::getenv("TEST_NPU_SDPA");
+  const bool drops = how && std::string(how) == "drops_mask";
+  std::optional<at::Tensor> host_mask;
+  if (mask && !drops) {
+    host_mask = on_host(*mask);
+    if (mask->scalar_type() == at::kBool)
+      host_mask = at::zeros(mask->sizes(), q.options().device(at::kCPU)).masked_fill(~*host_mask, -INFINITY);
+  }
+  return std::get<0>(at::_scaled_dot_product_attention_math(on_host(q), on_host(k), on_host(v), host_mask, dropout,
+                                                            causal, {}, scale, gqa))
+      .to(kDevice);
+}
+
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("scaled_dot_product_attention", &own_attention);
   m.impl("empty.memory_format", &empty);
   m.impl("empty_strided", &empty_strided);
   m.impl("as_strided", &at::native::as_strided_tensorimpl);
@@ -256,6 +279,11 @@ aclError aclGetDeviceCapability(uint32_t, aclDeviceInfo what, int64_t* value) {
 }
 aclError aclrtGetLastError(aclrtLastErrLevel) { return std::exchange(state.last_error, ACL_SUCCESS); }
 const char* aclGetRecentErrMsg() { return state.error.empty() ? nullptr : state.error.c_str(); }
+aclError aclrtGetDeviceSatMode(aclrtFloatOverflowMode* mode) {
+  const char* const saturates = std::getenv("TEST_NPU_SATURATES");
+  *mode = saturates ? ACL_RT_OVERFLOW_MODE_SATURATION : ACL_RT_OVERFLOW_MODE_INFNAN;
+  return ACL_SUCCESS;
+}
 const char* aclrtGetSocName() { return std::getenv("TEST_NPU_SOC"); }
 }
 

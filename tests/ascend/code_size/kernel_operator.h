@@ -70,6 +70,7 @@ CODE_SIZE_INLINE uint64_t pack(int width, T first, Rest... rest) {
 CODE_SIZE_INLINE uint64_t get_ctrl() { return code_size::result(0); }
 CODE_SIZE_INLINE void set_ctrl(uint64_t value) { code_size::instruction(value); }
 CODE_SIZE_INLINE uint64_t sbitset0(uint64_t value, int64_t bit) { return value & ~(uint64_t(1) << bit); }
+CODE_SIZE_INLINE uint64_t sbitset1(uint64_t value, int64_t bit) { return value | uint64_t(1) << bit; }
 
 namespace AscendC {
 
@@ -87,8 +88,7 @@ enum class HardEvent : uint8_t {
   V_MTE2,
   V_MTE3,
   MTE3_V,
-  MTE3_MTE2,
-  V_S
+  MTE3_MTE2
 };
 enum class CacheLine : uint64_t { SINGLE_CACHE_LINE, ENTIRE_DATA_CACHE };
 enum class DcciDst : uint64_t { CACHELINE_ALL, CACHELINE_UB, CACHELINE_OUT };
@@ -97,12 +97,21 @@ enum class RoundMode { CAST_NONE, CAST_RINT };
 template <typename T>
 struct LocalTensor {
   uint32_t address = 0, bytes = 0;
+  LocalTensor() = default;
+  CODE_SIZE_INLINE LocalTensor(TPosition, uint32_t address, uint32_t elements)
+      : address(address), bytes(uint32_t(elements * sizeof(T))) {}
   CODE_SIZE_INLINE LocalTensor operator[](uint32_t offset) const {
-    return {uint32_t(address + offset * sizeof(T)), uint32_t(bytes - offset * sizeof(T))};
+    LocalTensor part;
+    part.address = uint32_t(address + offset * sizeof(T));
+    part.bytes = uint32_t(bytes - offset * sizeof(T));
+    return part;
   }
   template <typename U>
   CODE_SIZE_INLINE LocalTensor<U> ReinterpretCast() const {
-    return {address, bytes};
+    LocalTensor<U> other;
+    other.address = address;
+    other.bytes = bytes;
+    return other;
   }
 };
 template <typename T>
@@ -118,24 +127,10 @@ CODE_SIZE_INLINE int64_t GetBlockNum() { return int64_t(code_size::result(2)); }
 CODE_SIZE_INLINE int64_t GetSubBlockIdx() { return int64_t(code_size::result(3)); }
 CODE_SIZE_INLINE int64_t GetTaskRation() { return CODE_SIZE_CUBE ? 1 : 2; }
 
-template <TPosition position>
-struct TBuf {
-  uint32_t address = 0, bytes = 0;
-  template <typename T>
-  CODE_SIZE_INLINE LocalTensor<T> Get() {
-    return {address, bytes};
-  }
-  template <typename T>
-  CODE_SIZE_INLINE LocalTensor<T> GetWithOffset(uint32_t elements, uint32_t offset) {
-    return {address + offset, uint32_t(elements * sizeof(T))};
-  }
-};
-struct TPipe {
-  template <TPosition position>
-  CODE_SIZE_INLINE void InitBuffer(TBuf<position>& buffer, uint32_t bytes) {
-    buffer.bytes = bytes;
-  }
-};
+// The registers of masks and of atomic additions.
+CODE_SIZE_INLINE void InitSocState() {
+  for (int registers = 0; registers < 4; ++registers) code_size::instruction();
+}
 
 // --- synchronisation
 template <HardEvent event>
@@ -401,12 +396,6 @@ CODE_SIZE_INLINE void Brcb(const LocalTensor<T>& to, const LocalTensor<T>& from,
 CODE_SIZE_REDUCE(BlockReduceMax, int32_t repeat, const M& mask)
 CODE_SIZE_REDUCE(BlockReduceSum, int32_t repeat, const M& mask)
 CODE_SIZE_REDUCE(WholeReduceSum, const M& mask, int32_t repeat)
-template <typename T>
-CODE_SIZE_INLINE void CreateVecIndex(const LocalTensor<T>& to, T first, uint32_t count) {
-  // The vendor's function writes the first lanes with the scalar unit and adds to copies of them in a loop.
-  for (uint32_t i = 0; i < 32 / sizeof(T); ++i) code_size::instruction(to.address + i, first);
-  for (uint32_t i = 1; i < count * sizeof(T) / 32; ++i) code_size::instruction(to.address, i);
-}
 struct GatherMaskParams {
   uint8_t src0BlockStride = 1;
   uint16_t repeatTimes = 0, src0RepeatStride = 8;
