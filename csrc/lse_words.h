@@ -17,6 +17,8 @@ namespace flashattn_ext {
 // Contiguous, as a row of AttnParams::lse_words is in memory.
 template <class Real>
 struct LseWords {
+  static constexpr Real kOneWord = 16;  // natural units
+
   Real top, log2_sum;
 
   // Of a fully masked row: every weight is 0, and not NaN.
@@ -31,11 +33,11 @@ struct LseWords {
     if (lse == -kInfinite<Real>) return of_no_key();
     return {sink_maximum(lse), Real(0)};  // +inf: of a sink of +inf
   }
-  // The words of a row of the tensor p.lse_words if the call has it, else from p.lse. row: as in the tensors.
+  // The words of a row for a derivative. row: as in the tensors. Below kOneWord the rounding error of lse is less than
+  // that of a weight, and the words come from lse alone: a backward that is given no more has the same bits.
   FLASHATTN_HOST_DEVICE static LseWords of(const AttnParams& p, int64_t b, int64_t h, int64_t row) {
-    if (!p.lse_words.data) {
-      return of_lse(static_cast<const Real*>(p.lse.data)[b * p.lse.batch_stride + h * p.lse.head_stride + row]);
-    }
+    const Real lse = static_cast<const Real*>(p.lse.data)[b * p.lse.batch_stride + h * p.lse.head_stride + row];
+    if (!p.lse_words.data || (lse > -kOneWord && lse < kOneWord)) return of_lse(lse);
     const TensorView& t = p.lse_words;
     const Real* const words =
         static_cast<const Real*>(t.data) + b * t.batch_stride + h * t.head_stride + row * t.row_stride;
