@@ -28,10 +28,11 @@ struct LseWords {
   FLASHATTN_HOST_DEVICE static LseWords of_row(Real maximum, Real log2_sum) {
     return {maximum, maximum == kLargest<Real> ? Real(0) : log2_sum};
   }
-  // From the natural log-sum-exp alone, for callers that have no words.
+  // From the natural log-sum-exp alone, for callers that have no words. The second word is -0: 0 is that of a row whose
+  // weights are known to add up to 1, the weight of its maximum.
   FLASHATTN_HOST_DEVICE static LseWords of_lse(Real lse) {
     if (lse == -kInfinite<Real>) return of_no_key();
-    return {sink_maximum(lse), Real(0)};  // +inf: of a sink of +inf
+    return {sink_maximum(lse), -Real(0)};  // +inf: of a sink of +inf
   }
   // The words of a row for a derivative. row: as in the tensors. Below kOneWord the rounding error of lse is less than
   // that of a weight, and the words come from lse alone: a backward that is given no more has the same bits.

@@ -25,7 +25,7 @@ constexpr float kOneWordBelow = 1024;
 __device__ __forceinline__ bool is_large(float lse) { return fabsf(lse) >= kOneWordBelow && fabsf(lse) < infinity(); }
 // Whether one key, or the sink, has all the weight of a large row.
 __device__ __forceinline__ bool has_one_weight(const LseWords<float>& words) {
-  return words.log2_sum == 0 && is_large(words.top);
+  return __float_as_int(words.log2_sum) == 0 && is_large(words.top);
 }
 
 // One word for a row, or a mark, from its log-sum-exp.
