@@ -114,8 +114,8 @@ def window(value: Any) -> tuple[int, int]:
 def flash_attn_window(value: Any) -> tuple[int, int]:
     """window() with every negative side as -1, because flash-attn takes any negative number as unbounded."""
     left, right = window(value)
-    if is_compiling():  # a comparison would need the value of a number from .item()
-        return torch.sym_max(left, -1), torch.sym_max(right, -1)
+    if is_compiling():  # a comparison would need the value of a number from .item(); Dynamo makes max() symbolic
+        return max(left, -1), max(right, -1)
     return left if left > -1 else -1, right if right > -1 else -1
 
 

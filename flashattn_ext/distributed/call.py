@@ -155,7 +155,7 @@ def _check_lengths(tensors: Tensors, s: Settings) -> None:
             raise ValueError(
                 f"{name}: expected the positions of q, {rows} on rank {rank} of {of.ranks}, got {given}: the ranks share one sequence in "
                 "self-attention. For cross attention call flashattn_ext.forward on this rank's queries with the keys and values of all "
-                "ranks; torch.distributed.nn.functional.all_gather sums their gradients"
+                "ranks, from an all_gather that sums gradients, as torch.distributed.nn.functional.all_gather"
             )
 
 

@@ -226,7 +226,6 @@ FROM_ITEM: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     ),
     "rng_seed": with_option(rng_seed=lambda n: n, dropout_p=lambda n: 0.5),
     "origin": with_option(origin=lambda n: (0, 0, n, 0), causal=lambda n: True),
-    "softmax_scale": with_option(softmax_scale=lambda n: n / 16),
     "cache_seqlens": step_with_cache,
 }
 
