@@ -217,6 +217,6 @@ def test_bench_models_every_row(tmp_path, capsys: pytest.CaptureFixture[str]) ->
     assert main(["bench", "ascend-emulator", "--quick", "--markdown", "--json", str(tmp_path / "bench.json")]) == 0
     results = json.loads((tmp_path / "bench.json").read_text())
     out = capsys.readouterr().out
-    assert out.startswith("Modelled, not measured") and out.count("\n| ") - 2 == len(results["rows"]) == 33
+    assert out.startswith("Modelled, not measured") and out.count("\n| ") - 2 == len(results["rows"]) == 37
     assert all(0 < row["cube_use"] < 1 for row in results["rows"])
     assert all(0 < row["busy_aic"]["M"] < 1 and 0 < row["busy_aiv"]["V"] < 1 for row in results["rows"])

@@ -24,7 +24,6 @@ MOST = {
     "backward_bias_fp16": CACHE,
     "backward_general_fp16": CACHE,
     "backward_general_fp32": CACHE,
-    "forward_check_fp16": CACHE // 2,
     "backward_prepare_fp16": CACHE // 2,
     "backward_finish_fp16": CACHE // 2,
     "dropout_mask": CACHE // 2,

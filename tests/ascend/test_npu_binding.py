@@ -354,7 +354,7 @@ def test_times_beside_torch_npu(tmp_path: Path) -> None:
         npu_times.main()
         assert device.ran() == [] and rates.REPORT.read_text().count("an empty launch: ") == 2
     """)
-    measured = re.findall(r"\| (rows \(ND\)|fractals \(NZ\)) \| (\d+) \| [\d.]+ \| [\d.]+ \|", text)
+    measured = re.findall(r"\| (rows \(ND\)|fractals \(NZ\)) \| (\d+) \| -?[\d.]+ \| -?[\d.]+ \|", text)
     assert measured == 2 * [(layout, n) for layout in ("rows (ND)", "fractals (NZ)") for n in ("64", "128", "256")]
     ours, torch_npus = text.splitlines()[-2:]
     for line, name in ((ours, "flashattn_ext"), (torch_npus, "torch_npu")):
