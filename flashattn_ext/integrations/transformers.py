@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 OLDEST = (4, 57)  # the first version whose masks go through AttentionMaskInterface in nearly every model
 
+_INSTALL = f'pip install --upgrade "transformers>={OLDEST[0]}.{OLDEST[1]}" accelerate'
+
 # Keyword arguments that models and training loops pass to every layer and that do not affect attention, or repeat another argument.
 _SAYS_NOTHING = {
     "cache_position", "logits_to_keep", "max_length_k", "max_length_q", "num_items_in_batch", "output_hidden_states",
@@ -72,7 +74,7 @@ def register(
     try:
         import transformers
     except ImportError as error:
-        raise ImportError("transformers is not installed; pip install 'flashattn_ext[hf]'") from error
+        raise ImportError(f"transformers is not installed; {_INSTALL}") from error
     _check_version(transformers.__version__)
     from transformers.masking_utils import AttentionMaskInterface
     from transformers.modeling_utils import AttentionInterface
@@ -103,8 +105,7 @@ def _check_version(version: str) -> None:
     numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
     if numbers < OLDEST:
         raise RuntimeError(
-            f"transformers {version} is too old: expected {'.'.join(map(str, OLDEST))} or newer; "
-            "pip install --upgrade 'flashattn_ext[hf]'"
+            f"transformers {version} is too old: expected {'.'.join(map(str, OLDEST))} or newer; {_INSTALL}"
         )
 
 

@@ -514,4 +514,6 @@ def test_where_transformers_is_missing() -> None:
         transformers.register()
         """
     )
-    assert "ImportError: transformers is not installed; pip install 'flashattn_ext[hf]'" in done.stderr
+    assert (
+        'ImportError: transformers is not installed; pip install --upgrade "transformers>=4.57" accelerate' in done.stderr
+    )
