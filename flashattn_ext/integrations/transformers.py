@@ -23,7 +23,7 @@ from flashattn_ext.decode import has_decoding
 from flashattn_ext.kept import KeptForTensors
 from flashattn_ext.mask import ALL_ROWS
 
-from . import _mask_tensors
+from . import _mask_tensors, _position_biases
 
 if TYPE_CHECKING:
     from ._transformers_shared import SharedRows
@@ -113,7 +113,6 @@ def _check_version(version: str) -> None:
 _documents = KeptForTensors()  # by position_ids: the Mask of packed documents; None without documents
 _packed_masks = KeptForTensors(most=2)  # by cu_seq_lens_k: the Mask of its documents; two, for two kinds of layers
 _dense_masks = KeptForTensors()  # by a user's dense mask: its Mask
-_distances = KeptForTensors()  # by a position bias: whether it depends on the distance alone
 
 
 class _Visible(NamedTuple):
@@ -220,8 +219,8 @@ def attention(
         visible = _packed(module, visible, query, key, cu_seq_lens_q, cu_seq_lens_k)
     relative_bias, bias = None, visible.bias
     if position_bias is not None:
-        if _is_of_distance(position_bias):
-            relative_bias = _relative_bias(position_bias)
+        if _position_biases.is_of_distance(position_bias):
+            relative_bias = _position_biases.relative_bias(position_bias)
         else:
             bias = position_bias if bias is None else position_bias + bias
     if bias is not None and bias.dtype not in (torch.float32, query.dtype):
@@ -369,33 +368,3 @@ def _between(begins_q: Tensor, begins_k: Tensor, Sk: int, left: int, right: int)
         last = torch.minimum(last, aligned + min(left, ALL_ROWS) + 1)
     last = torch.where(keys < begins_k[-1], last, 0)
     return Mask(torch.stack([first, last], -1).int()[None, None])
-
-
-# --- position biases ----------------------------------------------------------------------------------------------------
-
-
-def _is_of_distance(position_bias: Tensor) -> bool:
-    """Whether a bias [1, H, Sq, Sk] depends only on the distance of key and query, like a bias that is made from buckets.
-
-    The result is cached, because every layer of T5 gets the same tensor.
-    """
-    if position_bias.shape[0] != 1 or not _mask_tensors.may_look(position_bias):
-        return False
-
-    def compared() -> bool:
-        values = position_bias.detach()
-        return bool(torch.equal(values[:, :, 1:, 1:], values[:, :, :-1, :-1]))
-
-    return _distances.get([position_bias], compared)
-
-
-def _relative_bias(position_bias: Tensor) -> Tensor:
-    """The bias of every distance, [H, 2 L + 1] with L one less than the longer of Sq and Sk, from the first column and row.
-
-    The gradient of a diagonal flows to the one element that was read. That is correct: the whole diagonal is one entry of the table.
-    """
-    Sq, Sk = position_bias.shape[2:]
-    distance = torch.arange(1 - Sq, Sk, device=position_bias.device)
-    distances = position_bias[0, :, (-distance).clamp(min=0), distance.clamp(min=0)]
-    # relative_bias counts distances from the key that the query is aligned with, which is Sk - Sq further on.
-    return torch.nn.functional.pad(distances, (max(Sq - Sk, 0), max(Sk - Sq, 0)))

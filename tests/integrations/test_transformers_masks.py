@@ -397,38 +397,6 @@ def test_what_is_kept_for_a_tensor_goes_with_it(kind: str) -> None:
     assert gone() is None
 
 
-@pytest.mark.parametrize("lengths", [(12, 12), (1, 12), (5, 12), (12, 5)])
-def test_position_bias_of_distances(lengths: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bias that depends on the distance alone becomes a relative bias, in the result and in the gradient of the table."""
-    Sq, Sk = lengths
-    q, k, v = tensors(Sq, Sk)
-    table = torch.randn(40, 4, requires_grad=True)
-    bias = table[torch.arange(Sk) - torch.arange(Sq)[:, None] + 20].permute(2, 0, 1)[None]
-    given: list[dict[str, Any]] = []
-    forward = flashattn_ext.forward
-    monkeypatch.setattr(
-        flashattn_ext, "forward", lambda *args, **options: given.append(options) or forward(*args, **options)
-    )
-    got, _ = fax.attention(Layer(), q, k, v, None, position_bias=bias)
-    want = expected(q, k, v, bias=bias)
-    torch.testing.assert_close(got, want)
-    weights = torch.randn_like(want)
-    gradients = [torch.autograd.grad((out * weights).sum(), table, retain_graph=True)[0] for out in (got, want)]
-    torch.testing.assert_close(*gradients)
-    assert given[-1]["bias"] is None and given[-1]["relative_bias"].shape == (4, 2 * max(Sq, Sk) - 1)
-
-
-def test_position_bias_of_another_kind() -> None:
-    """It is added unchanged, alone or together with an additive mask."""
-    q, k, v = tensors()
-    bias, added = torch.randn(1, 4, 12, 12, requires_grad=True), torch.randn(BATCH, 1, 12, 12)
-    for mask in (None, added):
-        got = fax.attention(Layer(), q, k, v, mask, position_bias=bias)[0]
-        want = expected(q, k, v, bias=bias if mask is None else bias + mask)
-        torch.testing.assert_close(got, want)
-        torch.testing.assert_close(*(torch.autograd.grad(out.square().sum(), bias)[0] for out in (got, want)))
-
-
 def test_sink_softcap_and_scaling() -> None:
     q, k, v = tensors()
     sink = torch.randn(4)
