@@ -32,10 +32,18 @@ OLDEST = (4, 57)  # the first version whose masks go through AttentionMaskInterf
 
 _INSTALL = f'pip install --upgrade "transformers>={OLDEST[0]}.{OLDEST[1]}" accelerate'
 
-# Keyword arguments that models and training loops pass to every layer and that do not affect attention, or repeat another argument.
+# Keyword arguments that do not affect attention, or repeat another argument. Most models pass what their call gets, arguments of the loss
+# and columns of the batch included, to every layer.
 _SAYS_NOTHING = {
-    "cache_position", "logits_to_keep", "max_length_k", "max_length_q", "num_items_in_batch", "output_hidden_states",
-    "output_router_logits", "return_dict", "seq_idx", "use_cache",
+    # options of a forward pass and of its output
+    "cache_position", "logits_to_keep", "max_length_k", "max_length_q", "output_hidden_states", "output_router_logits", "return_dict",
+    "seq_idx", "use_cache",
+    # of losses, transformers' own and those that replace it
+    "accum_dtype", "ignore_index", "labels", "num_items_in_batch", "return_loss", "return_token_accuracy", "shift_labels", "skip_logits",
+    "use_token_scaling",
+    # what tokenizers, processors and collators put beside input_ids
+    "assistant_masks", "completion_mask", "length", "mm_token_type_ids", "num_truncated_tokens", "offset_mapping",
+    "overflow_to_sample_mapping", "overflowing_tokens", "special_tokens_mask", "token_type_ids",
 }  # fmt: skip
 
 

@@ -129,6 +129,21 @@ def test_packed_documents(name: str, device: str) -> None:
     check(model, inputs, None, device, in_parts)
 
 
+def test_arguments_of_the_loss_reach_no_error(device: str) -> None:
+    """Padding-free collators and the Trainer pass them, and models pass them on to every layer."""
+    _, model = made("llama")
+    ids = token_ids(torch.Generator().manual_seed(3)).to(device)
+    given = {
+        "input_ids": ids,
+        "labels": ids,
+        "shift_labels": ids.roll(-1, 1),
+        "ignore_index": 5,
+        "token_type_ids": ids * 0,
+    }
+    expected, got = (with_attention(model, kind, device)(**given).loss for kind in ("eager", "fax"))
+    torch.testing.assert_close(got, expected)
+
+
 def in_parts(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
     """Logits of packed rows, a document at a time."""
     rows = zip(inputs["input_ids"].split(1), DOCUMENTS, strict=True)

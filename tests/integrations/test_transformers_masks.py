@@ -444,6 +444,18 @@ def test_keywords_that_are_not_known_raise() -> None:
     torch.testing.assert_close(fax.attention(Layer(), q, k, v, None, **harmless)[0], expected(q, k, v))
 
 
+PASSED_OVER = {
+    "labels": torch.zeros(BATCH, 12, dtype=torch.int64), "shift_labels": torch.zeros(BATCH, 12, dtype=torch.int64), "ignore_index": -1,
+    "token_type_ids": torch.zeros(BATCH, 12, dtype=torch.int64), "special_tokens_mask": torch.zeros(BATCH, 12), "length": torch.tensor([3, 4]),
+    "offset_mapping": torch.zeros(BATCH, 12, 2), "return_token_accuracy": True, "accum_dtype": torch.float32,
+}  # fmt: skip
+
+
+def test_keywords_of_losses_and_tokenizers_are_passed_over() -> None:
+    q, k, v = tensors()
+    torch.testing.assert_close(fax.attention(Layer(), q, k, v, None, **PASSED_OVER)[0], expected(q, k, v))
+
+
 @pytest.mark.parametrize("version", ["4.56.2", "3.0", "4.9"])
 def test_a_version_that_is_too_old(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
