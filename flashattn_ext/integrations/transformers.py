@@ -24,6 +24,7 @@ from flashattn_ext.kept import KeptForTensors
 from flashattn_ext.mask import ALL_ROWS
 
 from . import _mask_tensors, _position_biases
+from ._mask_tensors import LayerMask
 
 if TYPE_CHECKING:
     from ._transformers_shared import SharedRows
@@ -37,7 +38,7 @@ _INSTALL = f'pip install --upgrade "transformers>={OLDEST[0]}.{OLDEST[1]}" accel
 _SAYS_NOTHING = {
     # options of a forward pass and of its output
     "cache_position", "logits_to_keep", "max_length_k", "max_length_q", "output_hidden_states", "output_router_logits", "return_dict",
-    "seq_idx", "use_cache",
+    "seq_idx",
     # of losses, transformers' own and those that replace it
     "accum_dtype", "ignore_index", "labels", "num_items_in_batch", "return_loss", "return_token_accuracy", "shift_labels", "skip_logits",
     "use_token_scaling",
@@ -120,7 +121,7 @@ def _check_version(version: str) -> None:
 # Values that are computed from a tensor once for all layers.
 _documents = KeptForTensors()  # by position_ids: the Mask of packed documents; None without documents
 _packed_masks = KeptForTensors(most=2)  # by cu_seq_lens_k: the Mask of its documents; two, for two kinds of layers
-_dense_masks = KeptForTensors()  # by a user's dense mask: its Mask
+_dense_masks = KeptForTensors()  # by a dense mask: its Mask
 
 
 class _Visible(NamedTuple):
@@ -148,6 +149,8 @@ def attention(
     position_ids: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
+    indices: Tensor | None = None,
+    use_cache: bool | None = None,
     deterministic: bool | None = None,
     shared_rows: SharedRows | None = None,
     output_attentions: bool | None = None,
@@ -161,7 +164,7 @@ def attention(
         query: [B, Hq, Sq, D], any strides.
         key: [B, Hk, Sk, D], any strides.
         value: [B, Hk, Sk, Dv], any strides.
-        attention_mask: the result of the mask function; or a user's dense mask [B or 1, H or 1, Sq or 1, Sk], bool (True is
+        attention_mask: the LayerMask of the mask function; or a dense mask [B or 1, H or 1, Sq or 1, Sk], bool (True is
             visible) or floating-point (added to the scores); or None.
         dropout: probability in [0, 1) of dropping an attention weight.
         scaling: factor of the scores, 1 / sqrt(D) by default.
@@ -170,9 +173,13 @@ def attention(
         is_causal: whether queries see only keys up to their own position, if no mask is given.
         s_aux: [Hq], the sink.
         position_bias: [1 or B, Hq, Sq, Sk], added to the scores.
-        position_ids: int [B or 1, S]; with a causal mask or none, position 0 begins a packed document.
+        position_ids: int [B or 1, S]; position 0 begins a packed document if the model got neither a mask nor a cache, or if its mask is
+            lost (None, in causal attention).
         cu_seq_lens_q: int [documents + 1], where the queries of each document begin; the documents are packed into a batch of 1.
         cu_seq_lens_k: int [documents + 1], the same for keys.
+        indices: int [B, Sq, n], the keys that each query sees among those that the mask shows (DeepSeek's sparse attention), -1 for none;
+            in O(Sq * Sk) memory.
+        use_cache: whether the model has a cache.
         deterministic: as in flashattn_ext.forward.
         shared_rows: the ranks that share rows, after register(cp_group=...).
         output_attentions: also return the weights of this layer, in O(Sq * Sk) memory; not with dropout.
@@ -197,18 +204,9 @@ def attention(
             'model.eval(), or load the model with attn_implementation="eager"'
         )
     if shared_rows is not None:
-        if position_bias is not None or cu_seq_lens_q is not None:
-            name = "cu_seq_lens_q" if position_bias is None else "position_bias"
-            raise NotImplementedError(
-                f"{_layer(module)}: {name}: expected None where ranks share rows (cp_group), got a tensor; documents are given by position_ids, "
-                "and position biases need a model that is registered without cp_group"
-            )
-        window = None if attention_mask is None else _mask_tensors.as_window(attention_mask)
-        if attention_mask is not None and window is None:
-            raise NotImplementedError(
-                f"{_layer(module)}: attention_mask: expected the window that the mask function of cp_group makes, got a tensor of shape "
-                f"{list(attention_mask.shape)}; leave the mask to transformers"
-            )
+        window = _window_of_shared_rows(
+            module, attention_mask, position_bias=position_bias, cu_seq_lens_q=cu_seq_lens_q, indices=indices
+        )
         visible = _without_mask(module, sliding_window, is_causal) if window is None else _Visible(*window)
         out = shared_rows.attention(
             query, key, value, (visible.left, visible.right), position_ids, softmax_scale=scaling, dropout_p=dropout, sink=s_aux,
@@ -218,19 +216,22 @@ def attention(
     if query.shape[0] != key.shape[0]:  # learned queries with a batch of 1, for example
         query, key, value = _same_batch(query, key, value)
     if attention_mask is None:
-        visible = _without_mask(module, sliding_window, is_causal)
+        visible, and_documents = _without_mask(module, sliding_window, is_causal), True
     else:
-        visible = _with_mask(module, attention_mask, query, key)
-    if visible.right == 0 or visible.mask is not None:
+        visible, and_documents = _with_mask(module, attention_mask, query, key)
+        and_documents = and_documents and not use_cache  # with a cache transformers separates no documents
+    if and_documents and visible.right == 0:
         visible = _apart(visible, position_ids, query, key)
     if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
         visible = _packed(module, visible, query, key, cu_seq_lens_q, cu_seq_lens_k)
     relative_bias, bias = None, visible.bias
+    if indices is not None:
+        bias = _sum(bias, _selected(indices, query, key))
     if position_bias is not None:
         if _position_biases.is_of_distance(position_bias):
             relative_bias = _position_biases.relative_bias(position_bias)
         else:
-            bias = position_bias if bias is None else position_bias + bias
+            bias = _sum(bias, position_bias)
     if bias is not None and bias.dtype not in (torch.float32, query.dtype):
         bias = bias.float()
     shown: dict[str, Any] = {
@@ -283,6 +284,41 @@ def _same_batch(*tensors: Tensor) -> list[Tensor]:
     return [tensor.expand(batch, -1, -1, -1) if tensor.shape[0] == 1 else tensor for tensor in tensors]
 
 
+def _window_of_shared_rows(
+    module: nn.Module, attention_mask: Tensor | None, **unsupported: Tensor | None
+) -> tuple[int, int] | None:
+    """(left, right) of the mask where ranks share rows, None without a mask."""
+    for name, given in unsupported.items():
+        if given is not None:
+            raise NotImplementedError(
+                f"{_layer(module)}: {name}: expected None where ranks share rows (cp_group), got a tensor; documents are given by position_ids, "
+                "and other options of scores need a model that is registered without cp_group"
+            )
+    if attention_mask is None:
+        return None
+    if isinstance(attention_mask, LayerMask):
+        window = _mask_tensors.as_window(_mask_tensors.contents(attention_mask))
+        if window is not None:
+            return window
+    raise NotImplementedError(
+        f"{_layer(module)}: attention_mask: expected the window that the mask function of cp_group makes, got a tensor of shape "
+        f"{list(attention_mask.shape)}; leave the mask to transformers"
+    )
+
+
+def _sum(bias: Tensor | None, other: Tensor) -> Tensor:
+    return other if bias is None else other + bias
+
+
+def _selected(indices: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """The bias [B, 1, Sq, Sk] that hides every key but the selected ones, indices [B, Sq, n]."""
+    Sk = key.shape[2]
+    hidden = torch.ones((*indices.shape[:2], Sk + 1), dtype=torch.bool, device=query.device)
+    at = torch.where(indices < 0, Sk, indices).long()
+    hidden = hidden.scatter(2, at, False)[:, None, :, :Sk]  # without the place of those that select nothing
+    return torch.zeros((), dtype=query.dtype, device=query.device).masked_fill(hidden, -torch.inf)
+
+
 # --- masks --------------------------------------------------------------------------------------------------------------
 
 
@@ -297,7 +333,7 @@ def _without_mask(module: nn.Module, sliding_window: int | None, is_causal: bool
 
 
 def _apart(visible: _Visible, position_ids: Tensor | None, query: Tensor, key: Tensor) -> _Visible:
-    """Adds packed documents, which begin at position 0, if the mask does not separate them.
+    """Adds packed documents, which begin at position 0, to a window.
 
     transformers builds documents into the mask of most models, but not of all (gpt-oss), and a lost mask does not have them.
     """
@@ -305,10 +341,7 @@ def _apart(visible: _Visible, position_ids: Tensor | None, query: Tensor, key: T
     if position_ids is None or position_ids.dim() != 2 or not 1 < length == key.shape[2] == position_ids.shape[1]:
         return visible
     if not _mask_tensors.may_look(position_ids):
-        mask = Mask.documents((position_ids == 0).cumsum(1))
-        return visible._replace(mask=mask if visible.mask is None else mask & visible.mask)
-    if visible.mask is not None:  # the mask function has already handled documents
-        return visible
+        return visible._replace(mask=Mask.documents((position_ids == 0).cumsum(1)))
     return visible._replace(mask=_documents.get([position_ids], lambda: _documents_of(position_ids)))
 
 
@@ -317,22 +350,41 @@ def _documents_of(position_ids: Tensor) -> Mask | None:
     return Mask.documents(begins.cumsum(1)) if bool(begins[:, 1:].any()) else None
 
 
-def _with_mask(module: nn.Module, attention_mask: Tensor, query: Tensor, key: Tensor) -> _Visible:
-    window = _mask_tensors.as_window(attention_mask)
-    if window is not None:
-        return _Visible(*window)
-    mask = _mask_tensors.as_mask(attention_mask)
-    if mask is not None:
-        return _Visible(mask=mask)
+def _with_mask(module: nn.Module, attention_mask: Tensor, query: Tensor, key: Tensor) -> tuple[_Visible, bool]:
+    """The visible keys, and whether position_ids may separate documents."""
+    Sq, Sk = query.shape[2], key.shape[2]
+    if isinstance(attention_mask, LayerMask):
+        return _with_layer_mask(module, attention_mask, Sq, Sk)
     if attention_mask.dim() != 4 or not (attention_mask.is_floating_point() or attention_mask.dtype == torch.bool):
         raise TypeError(
             f"{_layer(module)}: attention_mask: expected a bool or floating-point tensor [batch, heads or 1, queries, keys], "
             f"got {attention_mask.dtype} of shape {list(attention_mask.shape)}; pass the model a mask [batch, keys] of ones and zeros"
         )
     if attention_mask.is_floating_point():
-        return _Visible(bias=attention_mask[..., : key.shape[2]])
-    sizes = query.shape[2], key.shape[2]
-    return _Visible(mask=_dense_masks.get([attention_mask], lambda: _from_dense(module, attention_mask, *sizes), sizes))
+        return _Visible(bias=attention_mask[..., :Sk]), False
+    return _Visible(mask=_of_dense(module, attention_mask, Sq, Sk)), False
+
+
+def _with_layer_mask(module: nn.Module, layer_mask: LayerMask, Sq: int, Sk: int) -> tuple[_Visible, bool]:
+    mask: Tensor = layer_mask
+    if mask.shape[3] > Sk:  # eager attention of transformers 4 does the same
+        mask = mask[..., :Sk]
+    if mask.shape[2] == 1 and Sq > 1:
+        mask = mask.expand(-1, -1, Sq, -1)
+    assert isinstance(mask, LayerMask)
+    code = _mask_tensors.contents(mask)
+    if code.is_floating_point():  # the model wrote to its mask
+        return _Visible(bias=code), False
+    window = _mask_tensors.as_window(code)
+    if window is not None:
+        return _Visible(*window), _mask_tensors.and_documents(code)
+    if code.dtype == torch.bool:
+        return _Visible(mask=_of_dense(module, code, Sq, Sk)), False
+    return _Visible(mask=Mask(code) if torch.compiler.is_compiling() else mask.mask()), False
+
+
+def _of_dense(module: nn.Module, visible: Tensor, Sq: int, Sk: int) -> Mask:
+    return _dense_masks.get([visible], lambda: _from_dense(module, visible, Sq, Sk), (Sq, Sk))
 
 
 def _from_dense(module: nn.Module, attention_mask: Tensor, Sq: int, Sk: int) -> Mask:

@@ -129,6 +129,24 @@ def test_packed_documents(name: str, device: str) -> None:
     check(model, inputs, None, device, in_parts)
 
 
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gpt_oss", "gemma2"])
+def test_positions_that_begin_again_beside_a_mask(name: str, padded: bool, device: str) -> None:
+    """A mask of ones, also with padding in another row: transformers separates no documents."""
+    _, model = made(name)
+    mask = torch.ones(len(DOCUMENTS), LENGTH, dtype=torch.int64)
+    mask[1, 20:] = not padded
+    ids = token_ids(torch.Generator().manual_seed(3))
+    check(model, {"input_ids": ids, "attention_mask": mask, "position_ids": packed_positions()}, mask, device)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+def test_positions_that_begin_again_beside_a_cache(name: str, device: str) -> None:
+    _, model = made(name)
+    ids = token_ids(torch.Generator().manual_seed(3))
+    check(model, {"input_ids": ids, "position_ids": packed_positions(), "use_cache": True}, None, device)
+
+
 def test_arguments_of_the_loss_reach_no_error(device: str) -> None:
     """Padding-free collators and the Trainer pass them, and models pass them on to every layer."""
     _, model = made("llama")
