@@ -12,7 +12,7 @@ a code in its place, from which attention knows the mask in memory linear in the
 - visible pairs, bool [B or 1, 1, Sq, Sk], of a mask that is neither.
 
 Moves to another device, casts, copies and slices of a LayerMask are LayerMasks. Any other operation runs on eager's mask, which is then
-formed, once. Writes go to that one, too, and attention adds it to the scores from then on.
+formed, once. Writes go to that one, too; it is then the code, floating-point, and attention adds it to the scores.
 """
 
 from __future__ import annotations
@@ -90,14 +90,13 @@ class LayerMask(Tensor):
     """Eager's mask [B, 1, Sq, Sk], represented by a code. Made by layer_mask(); see the top of this file.
 
     Attributes:
-        code: the mask as a window, as intervals or as visible pairs.
         formed_in: the dtype whose lowest number hides a key; a cast of the mask rounds that number.
         refusal: why eager's mask cannot be formed, if it cannot: the message of the error.
     """
 
-    code: Tensor
     formed_in: torch.dtype
     refusal: str | None
+    _code: Tensor
     _formed: Tensor | None  # eager's mask, once something has read this one
     _source: tuple[LayerMask, Operation, tuple[Any, ...]] | None  # of a view: the mask, and the operation on it
     _shown: bool  # a view of eager's mask was given away, or it was written to, where torch counts no writes
@@ -111,20 +110,34 @@ class LayerMask(Tensor):
         strides: Any = None, source: Any = None,
     ) -> LayerMask:  # fmt: skip
         made: LayerMask = Tensor._make_wrapper_subclass(cls, size, strides=strides, dtype=dtype, device=code.device)
-        made.code, made.formed_in, made.refusal, made._source = code, formed_in, refusal, source
+        made._code, made.formed_in, made.refusal, made._source = code, formed_in, refusal, source
         made._formed, made._shown, made._kept = None, False, None
         return made
 
+    @property
+    def code(self) -> Tensor:
+        """A window, intervals or visible pairs; eager's mask, floating-point, once something may have written to it."""
+        self._follow_writes()
+        return self._code
+
+    def _follow_writes(self) -> bool:
+        """Makes eager's mask the code if something may have written to it, and says whether it is."""
+        is_written = self.is_written()
+        if is_written:
+            self._code = self.eager()
+        return is_written
+
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return ["code"], (self.dtype, self.formed_in, self.refusal)
+        return ["_code"], (self.dtype, self.formed_in, self.refusal, self._follow_writes())
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, strides: Any) -> LayerMask:
-        dtype, formed_in, refusal = context
-        return LayerMask(inner["code"], size, dtype, formed_in, refusal, strides)
+        dtype, formed_in, refusal, _is_written = context
+        return LayerMask(inner["_code"], size, dtype, formed_in, refusal, strides)
 
     def __repr__(self) -> str:  # type: ignore[override]
-        kind = self.code.dtype if as_window(self.code) is None else f"window {as_window(self.code)}"
+        window = as_window(self.code)
+        kind = self.code.dtype if window is None else f"window {window}"
         return f"LayerMask({list(self.shape)}, {self.dtype}, {kind}, on {self.device})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -147,13 +160,13 @@ class LayerMask(Tensor):
             raise NotImplementedError(self.refusal)
         if self._formed is not None:
             return self._formed
-        if type(self.code) is not Tensor:
+        if type(self._code) is not Tensor:
             formed = self._form()
         else:
             with torch.inference_mode(self.is_inference()):
                 formed = self._form()
         # A FakeTensorMode or the like makes tensors of another type, which must not be seen outside of it.
-        if type(formed) is type(self.code):
+        if type(formed) is type(self._code):
             self._formed = formed
         return formed
 
@@ -162,13 +175,16 @@ class LayerMask(Tensor):
             mask, function, arguments = self._source
             view: Tensor = function(mask.eager(), *arguments)
             return view
-        visible = _visible(self.code, *self.shape[2:]).expand(self.shape)
-        seen = torch.zeros((), dtype=self.formed_in, device=self.code.device)
+        if self._code.is_floating_point():  # of a mask that was written to, as the input of a graph
+            return self._code.to(self.dtype)
+        visible = _visible(self._code, *self.shape[2:]).expand(self.shape)
+        seen = torch.zeros((), dtype=self.formed_in, device=self._code.device)
         return torch.where(visible, seen, torch.finfo(self.formed_in).min).to(self.dtype).contiguous()
 
     def is_written(self) -> bool:
         """Whether eager's mask may differ from the code, because something wrote to it or, where torch counts no writes, could have."""
-        return self._first()._shown or (_counts_writes(self) and self._version != 0)
+        first = self._first()
+        return first._shown or first._code.is_floating_point() or (_counts_writes(self) and self._version != 0)
 
     def _first(self) -> LayerMask:
         """The mask that this one is a view of, or itself."""
@@ -176,10 +192,10 @@ class LayerMask(Tensor):
 
     def mask(self) -> Mask:
         """The Mask of intervals, made once, so that all layers share the extremes that it caches."""
-        if self._source is not None and self._source[0].code is self.code:
+        if self._source is not None and self._source[0]._code is self._code:
             return self._source[0].mask()
         if self._kept is None:
-            self._kept = Mask(self.code)
+            self._kept = Mask(self._code)
         return self._kept
 
     @classmethod
@@ -202,14 +218,22 @@ class LayerMask(Tensor):
 
 def _counts_writes(mask: LayerMask) -> bool:
     """Whether torch counts writes to the mask and to its views in `_version`: not in inference mode, nor while a graph is traced."""
-    return type(mask.code) is Tensor and not mask.is_inference()
+    return type(mask._code) is Tensor and not mask.is_inference()
+
+
+def contents(mask: LayerMask) -> Tensor:
+    """LayerMask.code, also in functions that torch.compile compiles."""
+    if not torch.compiler.is_compiling():
+        return mask.code
+    return _eager(mask) if _is_written(mask).shape[0] else _unwritten(mask)
 
 
 Function = TypeVar("Function", bound=Callable[..., Tensor])
 
 
 def _as_it_is(function: Function) -> Function:
-    """A function that torch.compile does not look into, but calls with tensors that have no values."""
+    """A function that torch.compile does not look into, but calls with tensors that have no values: once to find out what the tensors
+    around it are, and again when it traces the graph."""
     marked: Function = torch.compiler.allow_in_graph(function)
     return marked
 
@@ -223,9 +247,24 @@ def layer_mask(
 
 
 @_as_it_is
-def contents(mask: LayerMask) -> Tensor:
-    """The code of a mask; eager's mask, floating-point, if something may have written to it."""
-    return mask.eager() if mask.is_written() else mask.code
+def _is_written(mask: LayerMask) -> Tensor:
+    """LayerMask.is_written() as the size of a tensor."""
+    return mask._code.new_empty(int(mask.is_written()))
+
+
+@_as_it_is
+def _eager(mask: LayerMask) -> Tensor:
+    return mask.eager()
+
+
+@_as_it_is
+def _unwritten(mask: LayerMask) -> Tensor:
+    if mask.is_written():  # torch 2.10, for example, does not run `mask[...] = x` in its first pass
+        raise NotImplementedError(
+            "attention_mask: this model writes to its mask, which this version of torch.compile tells too late; run the model without "
+            "torch.compile"
+        )
+    return mask._code
 
 
 # --- operations on codes ------------------------------------------------------------------------------------------------
@@ -241,18 +280,18 @@ def _view(mask: LayerMask, code: Tensor, size: Any, function: Any, *arguments: A
 
 
 def _alias(mask: LayerMask) -> Tensor:
-    return _view(mask, mask.code, mask.shape, _aten.alias.default)
+    return _view(mask, mask._code, mask.shape, _aten.alias.default)
 
 
 def _clone(mask: LayerMask, *, memory_format: Any = None) -> Tensor:
-    return LayerMask(mask.code, mask.shape, mask.dtype, mask.formed_in, mask.refusal)
+    return LayerMask(mask._code, mask.shape, mask.dtype, mask.formed_in, mask.refusal)
 
 
 def _to_copy(mask: LayerMask, *, dtype: torch.dtype | None = None, device: Any = None, **layout: Any) -> Tensor | None:
     dtype = mask.dtype if dtype is None else dtype
     if not dtype.is_floating_point or (mask.dtype != mask.formed_in and dtype != mask.dtype):
         return None  # a second cast rounds what the first one has rounded
-    code = mask.code if device is None else mask.code.to(device, non_blocking=bool(layout.get("non_blocking")))
+    code = mask._code if device is None else mask._code.to(device, non_blocking=bool(layout.get("non_blocking")))
     return LayerMask(code, mask.shape, dtype, mask.formed_in, mask.refusal)
 
 
@@ -263,7 +302,7 @@ def _expand(mask: LayerMask, size: Any, *, implicit: bool = False) -> Tensor | N
     size = [old if new == -1 else new for old, new in zip(mask.shape, size, strict=True)]
     if size[3] != mask.shape[3]:
         return None
-    code = mask.code
+    code = mask._code
     if size[2] != mask.shape[2]:
         code = code.expand(-1, -1, size[2], -1) if code.dtype == torch.bool else _intervals(code, 1, size[3]) * size[2]
     return _view(mask, code, size, _aten.expand.default, size)
@@ -278,8 +317,8 @@ def _slice(mask: LayerMask, dim: int = 0, start: Any = None, end: Any = None, st
     size = [*mask.shape]
     size[dim] = max(end - start, 0)
     # Windows are aligned at the last query and the last key.
-    stays = dim == 1 or (as_window(mask.code) is not None and (dim == 0 or end == length))
-    code = mask.code if stays else _sliced(mask.code, mask.shape, dim, start, size[dim])
+    stays = dim == 1 or (as_window(mask._code) is not None and (dim == 0 or end == length))
+    code = mask._code if stays else _sliced(mask._code, mask.shape, dim, start, size[dim])
     return _view(mask, code, size, _aten.slice.Tensor, dim, start, end)
 
 

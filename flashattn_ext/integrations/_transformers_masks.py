@@ -333,7 +333,7 @@ def attention_mask(
             return None
         longest = max(q_length, kv_length) - 1  # a wider window masks nothing
         left, right = (-1 if side >= longest > 0 else side for side in window)
-        # transformers separates documents only where it gets no mask, and some models never look for them.
+        # transformers separates documents only where it gets no mask; some models never look for them, and none does beside a cache.
         code = window_code(left, right, device, and_documents=attention_mask is None)
         return layer_mask(code, batch_size, q_length, kv_length, dtype)
     code = _code(mask_function, attention_mask, padding, sizes, use_vmap, device)

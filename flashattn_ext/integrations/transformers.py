@@ -38,7 +38,7 @@ _INSTALL = f'pip install --upgrade "transformers>={OLDEST[0]}.{OLDEST[1]}" accel
 _SAYS_NOTHING = {
     # options of a forward pass and of its output
     "cache_position", "logits_to_keep", "max_length_k", "max_length_q", "output_hidden_states", "output_router_logits", "return_dict",
-    "seq_idx",
+    "seq_idx", "use_cache",
     # of losses, transformers' own and those that replace it
     "accum_dtype", "ignore_index", "labels", "num_items_in_batch", "return_loss", "return_token_accuracy", "shift_labels", "skip_logits",
     "use_token_scaling",
@@ -150,7 +150,6 @@ def attention(
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
     indices: Tensor | None = None,
-    use_cache: bool | None = None,
     deterministic: bool | None = None,
     shared_rows: SharedRows | None = None,
     output_attentions: bool | None = None,
@@ -173,13 +172,12 @@ def attention(
         is_causal: whether queries see only keys up to their own position, if no mask is given.
         s_aux: [Hq], the sink.
         position_bias: [1 or B, Hq, Sq, Sk], added to the scores.
-        position_ids: int [B or 1, S]; position 0 begins a packed document if the model got neither a mask nor a cache, or if its mask is
-            lost (None, in causal attention).
+        position_ids: int [B or 1, S]; in causal attention position 0 begins a packed document if the model got no mask, or if its mask
+            is lost (None).
         cu_seq_lens_q: int [documents + 1], where the queries of each document begin; the documents are packed into a batch of 1.
         cu_seq_lens_k: int [documents + 1], the same for keys.
         indices: int [B, Sq, n], the keys that each query sees among those that the mask shows (DeepSeek's sparse attention), -1 for none;
             in O(Sq * Sk) memory.
-        use_cache: whether the model has a cache.
         deterministic: as in flashattn_ext.forward.
         shared_rows: the ranks that share rows, after register(cp_group=...).
         output_attentions: also return the weights of this layer, in O(Sq * Sk) memory; not with dropout.
@@ -219,7 +217,6 @@ def attention(
         visible, and_documents = _without_mask(module, sliding_window, is_causal), True
     else:
         visible, and_documents = _with_mask(module, attention_mask, query, key)
-        and_documents = and_documents and not use_cache  # with a cache transformers separates no documents
     if and_documents and visible.right == 0:
         visible = _apart(visible, position_ids, query, key)
     if cu_seq_lens_q is not None and cu_seq_lens_k is not None:

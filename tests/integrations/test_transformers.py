@@ -140,13 +140,6 @@ def test_positions_that_begin_again_beside_a_mask(name: str, padded: bool, devic
     check(model, {"input_ids": ids, "attention_mask": mask, "position_ids": packed_positions()}, mask, device)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
-def test_positions_that_begin_again_beside_a_cache(name: str, device: str) -> None:
-    _, model = made(name)
-    ids = token_ids(torch.Generator().manual_seed(3))
-    check(model, {"input_ids": ids, "position_ids": packed_positions(), "use_cache": True}, None, device)
-
-
 def test_arguments_of_the_loss_reach_no_error(device: str) -> None:
     """Padding-free collators and the Trainer pass them, and models pass them on to every layer."""
     _, model = made("llama")

@@ -288,17 +288,16 @@ def test_positions_that_begin_again(lost: bool) -> None:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("padding", ["all ones", "another row", "none, but a cache"])
+@pytest.mark.parametrize("padding", ["all ones", "another row"])
 def test_positions_that_begin_again_where_transformers_separates_no_documents(padding: str, compiled: bool) -> None:
-    """It does not where a mask or a cache is given. A row does not depend on the padding of another one."""
+    """It does not where a mask is given. A row does not depend on the padding of another one."""
     q, k, v = tensors()
     seen = torch.ones(BATCH, 12, dtype=torch.bool)
     seen[1, :3] = padding != "another row"
 
     def attend() -> Tensor:
-        mask = made(masks.causal_mask_function, 12, 12, padding=None if "cache" in padding else seen)
-        options = {"use_cache": True} if "cache" in padding else {}
-        out: Tensor = fax.attention(Layer(is_causal=True), q, k, v, mask, position_ids=POSITIONS, **options)[0]
+        mask = made(masks.causal_mask_function, 12, 12, padding=seen)
+        out: Tensor = fax.attention(Layer(is_causal=True), q, k, v, mask, position_ids=POSITIONS)[0]
         return out
 
     torch.compiler.reset()
