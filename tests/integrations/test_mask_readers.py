@@ -13,11 +13,12 @@ transformers = pytest.importorskip(
     "transformers", reason="transformers is not installed: pip install transformers accelerate"
 )
 
-from families import padding_mask  # noqa: E402
+from families import FAMILIES, padding_mask  # noqa: E402
 from mask_readers import MASK_READERS  # noqa: E402
 
 import flashattn_ext  # noqa: E402
 from flashattn_ext.integrations import transformers as fax  # noqa: E402
+from flashattn_ext.integrations._mask_tensors import LayerMask  # noqa: E402
 
 fax.register()
 
@@ -81,6 +82,25 @@ def test_torch_compile() -> None:
     got = torch.compile(made("deepseek_v32", "fax"), backend="aot_eager")(**inputs).logits
     seen = inputs["attention_mask"].bool()
     torch.testing.assert_close(got[seen], expected[seen], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_other_models_form_no_mask_of_every_pair(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their memory stays linear in the length, padded or packed."""
+    if lacking := FAMILIES[name].lacking():
+        pytest.skip(lacking)
+
+    def form(mask: LayerMask) -> Tensor:
+        raise AssertionError(f"{mask} was formed")
+
+    monkeypatch.setattr(LayerMask, "_form", form)
+    model = FAMILIES[name].make()
+    model.set_attn_implementation("fax")
+    for side in FAMILIES[name].padded:
+        model(**FAMILIES[name].inputs(torch.Generator().manual_seed(3), padding_mask(side)))
+    if FAMILIES[name].packed:
+        positions = torch.arange(24)[None].expand(2, -1) % 9
+        model(input_ids=torch.full((2, 24), 3), position_ids=positions, use_cache=False)
 
 
 def test_attention_of_those_models_has_no_bias_of_every_pair(monkeypatch: pytest.MonkeyPatch) -> None:
