@@ -4,7 +4,7 @@
     python examples/finetune_transformers.py --model FOLDER   a saved model, with a vocabulary of at least 257 tokens
 
 Documents of different lengths are packed into one row, without padding; the collator's position ids separate them, and no document
-attends to another. Requires the extra hf of the checkout: pip install ".[hf]".
+attends to another. Requires: pip install transformers accelerate.
 """
 
 from __future__ import annotations

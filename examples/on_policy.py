@@ -7,8 +7,8 @@ Reinforcement learning takes the ratio of both as the weight of a token, which f
 `invariant=True` gives a row of attention the same bits in a decoding step and in a forward. Every other layer of the model must not
 choose the order of its sums by the number of rows either: torch's matrix products, means and softmax do. Here such layers compute blocks
 of ROWS rows, the last one padded, so that all of their calls have one shape. Activations, residuals and rotary embeddings work element by
-element and need nothing. Programs that generate fast have matrix products for this instead. Requires the extra hf
-of the checkout: pip install ".[hf]".
+element and need nothing. Programs that generate fast have matrix products for this instead. Requires transformers:
+pip install transformers accelerate.
 """
 
 from __future__ import annotations

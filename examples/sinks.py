@@ -3,7 +3,7 @@
     python examples/sinks.py      on the CPU in about a minute
 
 A sink is a logit without a value: a head that finds nothing to attend to puts its weight there. The last lines of the output show how
-far the sinks have moved from 0, and the loss without them. Requires the extra hf of the checkout: pip install ".[hf]".
+far the sinks have moved from 0, and the loss without them. Requires: pip install transformers accelerate.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from transformers import masking_utils
 from flashattn_ext import Mask
 from flashattn_ext.mask import ALL_ROWS
 
-from ._mask_tensors import intervals_tensor, window_tensor
+from ._mask_tensors import layer_mask, window_code
 
 MaskFunction = Callable[..., Any]
 _ALL = ALL_ROWS  # past every query
@@ -293,23 +293,25 @@ def attention_mask(
     cache_position: Tensor | None = None,
     use_vmap: bool = False,
     device: torch.device | str | None = None,
+    dtype: torch.dtype = torch.float32,
     allow_is_bidirectional_skip: bool = False,
     config: Any = None,
     **_hints: Any,
 ) -> Tensor | None:
-    """The mask function that register() installs in transformers: the mask of a model's layers as a window or as intervals.
+    """The mask function that register() installs in transformers: the mask of a model's layers, from a window or from intervals.
 
     Args:
         batch_size, q_length, kv_length, q_offset, kv_offset, mask_function: as transformers 5 passes them.
         cache_position: int64 [Sq], the positions of the queries, instead of q_length and q_offset in transformers 4.
         attention_mask: bool [B, keys seen so far], False where a key is padding.
+        dtype: of eager's mask.
         allow_is_bidirectional_skip: None may be returned if no key is masked; without it some vision models add to the mask.
         config: of the model. A decoder made an encoder by is_causal=False gets an explicit window instead of None, because its layers
             would apply causal attention without a mask.
 
     Returns:
-        A window or intervals (_mask_tensors.py), or None as above. A mask that is neither is returned dense, bool [B, 1, Sq, Sk]; the
-        layer that uses it raises the error.
+        A LayerMask (_mask_tensors.py), or None as above. Of a mask that is neither a window nor intervals it holds every pair of query
+        and key, and the layer whose attention gets it raises the error.
     """
     if attention_mask is not None and attention_mask.dim() == 4:
         return attention_mask
@@ -331,18 +333,29 @@ def attention_mask(
             return None
         longest = max(q_length, kv_length) - 1  # a wider window masks nothing
         left, right = (-1 if side >= longest > 0 else side for side in window)
-        return window_tensor(left, right, device)
-    if tracing:  # closures cannot be read
+        # transformers separates documents only where it gets no mask; some models never look for them, and none does beside a cache.
+        code = window_code(left, right, device, and_documents=attention_mask is None)
+        return layer_mask(code, batch_size, q_length, kv_length, dtype)
+    code = _code(mask_function, attention_mask, padding, sizes, use_vmap, device)
+    return layer_mask(code, batch_size, q_length, kv_length, dtype)
+
+
+def _code(
+    mask_function: MaskFunction, attention_mask: Tensor | None, padding: Tensor | None, sizes: _Sizes, use_vmap: bool,
+    device: torch.device,
+) -> Tensor:  # fmt: skip
+    """Intervals, int32 [B or 1, 1, Sk, 2], or visible pairs, bool [B, 1, Sq, Sk]."""
+    if torch.compiler.is_compiling():  # closures cannot be read
         return _evaluated(mask_function, attention_mask, sizes, use_vmap, device)
     try:
-        rows = _rows(mask_function, torch.arange(kv_length, device=device)[None] + kv_offset)
+        rows = _rows(mask_function, torch.arange(sizes.kv_length, device=device)[None] + sizes.kv_offset)
     except _Unknown:
         return _evaluated(mask_function, attention_mask, sizes, use_vmap, device)
-    first, last = rows.first - q_offset, rows.last - q_offset
+    first, last = rows.first - sizes.q_offset, rows.last - sizes.q_offset
     if padding is not None:
         last = torch.where(padding, last, 0)
-    intervals = torch.stack(torch.broadcast_tensors(first, last), -1).clamp(0, q_length)
-    return intervals_tensor(Mask(intervals.int()[:, None]), q_length)
+    intervals = torch.stack(torch.broadcast_tensors(first, last), -1).clamp(0, sizes.q_length)
+    return intervals.int()[:, None]
 
 
 def _padding_or_none(attention_mask: Tensor | None, sizes: _Sizes) -> Tensor | None:
@@ -378,7 +391,8 @@ def _is_single_document(function: MaskFunction) -> bool:
 def _evaluated(
     function: MaskFunction, padding: Tensor | None, sizes: _Sizes, use_vmap: bool, device: torch.device
 ) -> Tensor:
-    """The intervals of any mask function, evaluated a block of rows at a time, so that memory stays linear in the length."""
+    """The intervals of any mask function, evaluated a block of rows at a time, so that memory stays linear in the length; all pairs if it
+    has none."""
 
     def dense(start: int, stop: int) -> Tensor:
         """bool [B, 1, stop - start, Sk]"""
@@ -415,4 +429,4 @@ def _evaluated(
         )
     elif not bool(whole):
         return dense(0, Sq)
-    return intervals_tensor(Mask(torch.stack([first, torch.maximum(first, last)], -1).int()), Sq)
+    return torch.stack([first, torch.maximum(first, last)], -1).int()

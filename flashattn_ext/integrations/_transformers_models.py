@@ -1,7 +1,7 @@
-"""Refuses models of transformers whose attention does not go through its AttentionInterface, when they are made or loaded.
+"""Refuses models of transformers that cannot run here when they are made or loaded.
 
-transformers accepts a registered name for every model. A model that computes attention with its own code would add the mask tensor, which
-encodes windows or intervals (_mask_tensors.py), to its scores; a model that looks its attention class up in a table raises KeyError.
+transformers accepts a registered name for every model. A model that computes attention with its own code would run that code, whatever
+the name says; a model that looks its attention class up in a table raises KeyError.
 """
 
 from __future__ import annotations
@@ -15,8 +15,21 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import AttentionInterface
 
-# By config.model_type: models where some layers go through the interface and others use the mask directly.
-_READ_MASKS_TOO = {"bigbird_pegasus", "deepseek_v4", "doge"}
+_OWN_CODE = "computes attention with its own code"
+_EAGER_OR_SDPA = 'use "eager" or "sdpa" for it'
+
+# By config.model_type: why models that ask the AttentionInterface are refused all the same, and what to do.
+_REFUSED = {
+    # Some of their layers compute attention with code of their own.
+    "bigbird_pegasus": (_OWN_CODE, _EAGER_OR_SDPA),
+    "deepseek_v4": (_OWN_CODE, _EAGER_OR_SDPA),
+    "doge": (_OWN_CODE, _EAGER_OR_SDPA),
+    # It fills its position bias with -inf where the mask is 0, which hides the visible keys where the mask is eager's.
+    "nemotron_asr_streaming_encoder": (
+        'reads its mask as True for visible keys, which transformers passes with "sdpa" alone (its "eager" attention hides them)',
+        'use "sdpa" for it',
+    ),
+}
 
 _names: set[str] = set()  # the names that register() was called with
 
@@ -33,19 +46,17 @@ def refuse_others(name: str) -> None:
     def checked(self: PreTrainedModel, requested_attention: str | None, *args: Any, **options: Any) -> str:
         chosen: str = original(self, requested_attention, *args, **options)
         if chosen in _names:
-            model_type = getattr(self.config, "model_type", None)
-            reason = _why_not(_modules_of(type(self)), chosen) or (model_type in _READ_MASKS_TOO and _OWN_CODE)
+            reason, advice = _REFUSED.get(getattr(self.config, "model_type", ""), ("", ""))
+            if own := _why_not(_modules_of(type(self)), chosen):
+                reason, advice = own, _EAGER_OR_SDPA
             if reason:
                 raise NotImplementedError(
                     f'{type(self).__name__}: attn_implementation="{chosen}" works for models whose layers all go through transformers\' '
-                    f'AttentionInterface (docs/integrations.md has a list), but this model {reason}; use "eager" or "sdpa" for it'
+                    f"AttentionInterface (docs/integrations.md has a list), but this model {reason}; {advice}"
                 )
         return chosen
 
     PreTrainedModel.get_correct_attn_implementation = checked  # type: ignore[method-assign]
-
-
-_OWN_CODE = "computes attention with its own code"
 
 
 def _modules_of(model: type[PreTrainedModel]) -> tuple[str, ...]:

@@ -23,6 +23,12 @@ from ._transformers_masks import _AND, _CAUSAL, _KNOWN, _REMAP, MaskFunction, _p
 _wholes = KeptForTensors()
 
 
+_READ_OUTSIDE = (
+    "attention_mask: expected a mask that only attention reads where ranks share rows (cp_group), but this model reads it elsewhere, and a "
+    "rank has no mask of other ranks' tokens; register the model without cp_group"
+)
+
+
 class SharedRows:
     """The attention and mask functions that register() installs in transformers for one group."""
 
@@ -32,10 +38,13 @@ class SharedRows:
         self.sharding = sharding
 
     def attention_mask(
-        self, batch_size: int, *_sizes: Any, mask_function: MaskFunction = _CAUSAL, attention_mask: Tensor | None = None,
-        device: torch.device | str | None = None, **_hints: Any,
+        self, batch_size: int, q_length: Any = None, kv_length: int = 0, q_offset: Any = 0, kv_offset: Any = 0,
+        mask_function: MaskFunction = _CAUSAL, attention_mask: Tensor | None = None, cache_position: Tensor | None = None,
+        device: torch.device | str | None = None, dtype: torch.dtype = torch.float32, **_hints: Any,
     ) -> Tensor:  # fmt: skip
-        """A window tensor (_mask_tensors.py). Packed documents are found later by the layers, from position_ids.
+        """A LayerMask of a window (_mask_tensors.py). Packed documents are found later by the layers, from position_ids.
+
+        Eager's mask of one rank's queries and the keys of all ranks is not known here; reading it raises NotImplementedError.
 
         Raises:
             NotImplementedError: the batch is padded, or the mask is not made of causal, windows and packed documents.
@@ -51,7 +60,11 @@ class SharedRows:
                 "mask_function: expected causal or bidirectional attention, with sliding windows and packed documents, where ranks share "
                 f"rows (cp_group), got {getattr(mask_function, '__qualname__', mask_function)}; register the model without cp_group"
             )
-        return _mask_tensors.window_tensor(*window, "cpu" if device is None else device)
+        if isinstance(q_length, Tensor):  # transformers 4
+            cache_position = q_length
+        queries = q_length if cache_position is None else cache_position.shape[0]
+        code = _mask_tensors.window_code(*window, "cpu" if device is None else device)
+        return _mask_tensors.layer_mask(code, batch_size, queries, kv_length, dtype, _READ_OUTSIDE)
 
     def attention(
         self, query: Tensor, key: Tensor, value: Tensor, window: tuple[int, int], position_ids: Tensor | None, **options: Any

@@ -14,6 +14,7 @@ heads, makes bool masks additive or chooses a kernel.
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 import warnings
 from collections import Counter
@@ -69,6 +70,7 @@ class Activation:
         is_active = _is_active()
         if not is_active:
             _outside = registry.current_flash_attention_impl()
+            _deactivate(registry, None)  # in torch 2.10 an implementation that was activated later has left it in force
             registry.register_flash_attention_impl(NAME, register_fn=_Registration)
             registry.activate_flash_attention_impl(NAME)
         self._before.append(_current if is_active else None)
@@ -122,11 +124,29 @@ def restore() -> None:
     global _current, _outside
     registry = _registry()
     outside, _current, _outside = _outside, None, None
-    if registry.current_flash_attention_impl() == NAME:
-        registry.restore_flash_attention_impl()
-        if outside is not None:
-            registry.activate_flash_attention_impl(outside)
+    _deactivate(registry, outside)
     _forget(NAME)
+
+
+def _deactivate(registry: Any, outside: str | None) -> None:
+    """Removes this module's kernel; the implementation named `outside`, if any, is then the active one.
+
+    Activating an implementation ends the one before it from torch 2.11 on. torch 2.10 has no function that ends one, and adds those
+    that are activated to the ones in force.
+    """
+    is_current = registry.current_flash_attention_impl() == NAME
+    if hasattr(registry, "restore_flash_attention_impl"):
+        if is_current:
+            registry.restore_flash_attention_impl()
+            if outside is not None:
+                registry.activate_flash_attention_impl(outside)
+        return
+    private: Any = sys.modules["torch.nn.attention._registry"]
+    handle = private._FLASH_ATTENTION_HANDLES.pop(NAME, None)
+    if handle is not None:
+        handle.remove()
+    if is_current:
+        private._FLASH_ATTENTION_ACTIVE = outside
 
 
 def _registry() -> Any:
@@ -149,7 +169,7 @@ def _forget(name: str) -> None:
 
 
 def _is_active() -> bool:
-    """Whether this module's kernel is in force; torch's own restore_flash_attention_impl() also deactivates it."""
+    """Whether this module's kernel is the active implementation; torch's own restore_flash_attention_impl() also deactivates it."""
     return _current is not None and _registry().current_flash_attention_impl() == NAME
 
 

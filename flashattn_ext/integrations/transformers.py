@@ -23,17 +23,28 @@ from flashattn_ext.decode import has_decoding
 from flashattn_ext.kept import KeptForTensors
 from flashattn_ext.mask import ALL_ROWS
 
-from . import _mask_tensors
+from . import _mask_tensors, _position_biases
+from ._mask_tensors import LayerMask
 
 if TYPE_CHECKING:
     from ._transformers_shared import SharedRows
 
 OLDEST = (4, 57)  # the first version whose masks go through AttentionMaskInterface in nearly every model
 
-# Keyword arguments that models and training loops pass to every layer and that do not affect attention, or repeat another argument.
+_INSTALL = f'pip install --upgrade "transformers>={OLDEST[0]}.{OLDEST[1]}" accelerate'
+
+# Keyword arguments that do not affect attention, or repeat another argument. Most models pass what their call gets, arguments of the loss
+# and columns of the batch included, to every layer.
 _SAYS_NOTHING = {
-    "cache_position", "logits_to_keep", "max_length_k", "max_length_q", "num_items_in_batch", "output_hidden_states",
-    "output_router_logits", "return_dict", "seq_idx", "use_cache",
+    # options of a forward pass and of its output
+    "cache_position", "logits_to_keep", "max_length_k", "max_length_q", "output_hidden_states", "output_router_logits", "return_dict",
+    "seq_idx", "use_cache",
+    # of losses, transformers' own and those that replace it
+    "accum_dtype", "ignore_index", "labels", "num_items_in_batch", "return_loss", "return_token_accuracy", "shift_labels", "skip_logits",
+    "use_token_scaling",
+    # what tokenizers, processors and collators put beside input_ids
+    "assistant_masks", "completion_mask", "length", "mm_token_type_ids", "num_truncated_tokens", "offset_mapping",
+    "overflow_to_sample_mapping", "overflowing_tokens", "special_tokens_mask", "token_type_ids",
 }  # fmt: skip
 
 
@@ -72,7 +83,7 @@ def register(
     try:
         import transformers
     except ImportError as error:
-        raise ImportError("transformers is not installed; pip install 'flashattn_ext[hf]'") from error
+        raise ImportError(f"transformers is not installed; {_INSTALL}") from error
     _check_version(transformers.__version__)
     from transformers.masking_utils import AttentionMaskInterface
     from transformers.modeling_utils import AttentionInterface
@@ -103,16 +114,14 @@ def _check_version(version: str) -> None:
     numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
     if numbers < OLDEST:
         raise RuntimeError(
-            f"transformers {version} is too old: expected {'.'.join(map(str, OLDEST))} or newer; "
-            "pip install --upgrade 'flashattn_ext[hf]'"
+            f"transformers {version} is too old: expected {'.'.join(map(str, OLDEST))} or newer; {_INSTALL}"
         )
 
 
 # Values that are computed from a tensor once for all layers.
 _documents = KeptForTensors()  # by position_ids: the Mask of packed documents; None without documents
 _packed_masks = KeptForTensors(most=2)  # by cu_seq_lens_k: the Mask of its documents; two, for two kinds of layers
-_dense_masks = KeptForTensors()  # by a user's dense mask: its Mask
-_distances = KeptForTensors()  # by a position bias: whether it depends on the distance alone
+_dense_masks = KeptForTensors()  # by a dense mask: its Mask
 
 
 class _Visible(NamedTuple):
@@ -140,6 +149,7 @@ def attention(
     position_ids: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
+    indices: Tensor | None = None,
     deterministic: bool | None = None,
     shared_rows: SharedRows | None = None,
     output_attentions: bool | None = None,
@@ -153,7 +163,7 @@ def attention(
         query: [B, Hq, Sq, D], any strides.
         key: [B, Hk, Sk, D], any strides.
         value: [B, Hk, Sk, Dv], any strides.
-        attention_mask: the result of the mask function; or a user's dense mask [B or 1, H or 1, Sq or 1, Sk], bool (True is
+        attention_mask: the LayerMask of the mask function; or a dense mask [B or 1, H or 1, Sq or 1, Sk], bool (True is
             visible) or floating-point (added to the scores); or None.
         dropout: probability in [0, 1) of dropping an attention weight.
         scaling: factor of the scores, 1 / sqrt(D) by default.
@@ -162,9 +172,12 @@ def attention(
         is_causal: whether queries see only keys up to their own position, if no mask is given.
         s_aux: [Hq], the sink.
         position_bias: [1 or B, Hq, Sq, Sk], added to the scores.
-        position_ids: int [B or 1, S]; with a causal mask or none, position 0 begins a packed document.
+        position_ids: int [B or 1, S]; in causal attention position 0 begins a packed document if the model got no mask, or if its mask
+            is lost (None).
         cu_seq_lens_q: int [documents + 1], where the queries of each document begin; the documents are packed into a batch of 1.
         cu_seq_lens_k: int [documents + 1], the same for keys.
+        indices: int [B, Sq, n], the keys that each query sees among those that the mask shows (DeepSeek's sparse attention), -1 for none;
+            in O(Sq * Sk) memory.
         deterministic: as in flashattn_ext.forward.
         shared_rows: the ranks that share rows, after register(cp_group=...).
         output_attentions: also return the weights of this layer, in O(Sq * Sk) memory; not with dropout.
@@ -189,18 +202,9 @@ def attention(
             'model.eval(), or load the model with attn_implementation="eager"'
         )
     if shared_rows is not None:
-        if position_bias is not None or cu_seq_lens_q is not None:
-            name = "cu_seq_lens_q" if position_bias is None else "position_bias"
-            raise NotImplementedError(
-                f"{_layer(module)}: {name}: expected None where ranks share rows (cp_group), got a tensor; documents are given by position_ids, "
-                "and position biases need a model that is registered without cp_group"
-            )
-        window = None if attention_mask is None else _mask_tensors.as_window(attention_mask)
-        if attention_mask is not None and window is None:
-            raise NotImplementedError(
-                f"{_layer(module)}: attention_mask: expected the window that the mask function of cp_group makes, got a tensor of shape "
-                f"{list(attention_mask.shape)}; leave the mask to transformers"
-            )
+        window = _window_of_shared_rows(
+            module, attention_mask, position_bias=position_bias, cu_seq_lens_q=cu_seq_lens_q, indices=indices
+        )
         visible = _without_mask(module, sliding_window, is_causal) if window is None else _Visible(*window)
         out = shared_rows.attention(
             query, key, value, (visible.left, visible.right), position_ids, softmax_scale=scaling, dropout_p=dropout, sink=s_aux,
@@ -210,19 +214,21 @@ def attention(
     if query.shape[0] != key.shape[0]:  # learned queries with a batch of 1, for example
         query, key, value = _same_batch(query, key, value)
     if attention_mask is None:
-        visible = _without_mask(module, sliding_window, is_causal)
+        visible, and_documents = _without_mask(module, sliding_window, is_causal), True
     else:
-        visible = _with_mask(module, attention_mask, query, key)
-    if visible.right == 0 or visible.mask is not None:
+        visible, and_documents = _with_mask(module, attention_mask, query, key)
+    if and_documents and visible.right == 0:
         visible = _apart(visible, position_ids, query, key)
     if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
         visible = _packed(module, visible, query, key, cu_seq_lens_q, cu_seq_lens_k)
     relative_bias, bias = None, visible.bias
+    if indices is not None:
+        bias = _sum(bias, _selected(indices, query, key))
     if position_bias is not None:
-        if _is_of_distance(position_bias):
-            relative_bias = _relative_bias(position_bias)
+        if _position_biases.is_of_distance(position_bias):
+            relative_bias = _position_biases.relative_bias(position_bias)
         else:
-            bias = position_bias if bias is None else position_bias + bias
+            bias = _sum(bias, position_bias)
     if bias is not None and bias.dtype not in (torch.float32, query.dtype):
         bias = bias.float()
     shown: dict[str, Any] = {
@@ -275,6 +281,41 @@ def _same_batch(*tensors: Tensor) -> list[Tensor]:
     return [tensor.expand(batch, -1, -1, -1) if tensor.shape[0] == 1 else tensor for tensor in tensors]
 
 
+def _window_of_shared_rows(
+    module: nn.Module, attention_mask: Tensor | None, **unsupported: Tensor | None
+) -> tuple[int, int] | None:
+    """(left, right) of the mask where ranks share rows, None without a mask."""
+    for name, given in unsupported.items():
+        if given is not None:
+            raise NotImplementedError(
+                f"{_layer(module)}: {name}: expected None where ranks share rows (cp_group), got a tensor; documents are given by position_ids, "
+                "and other options of scores need a model that is registered without cp_group"
+            )
+    if attention_mask is None:
+        return None
+    if isinstance(attention_mask, LayerMask):
+        window = _mask_tensors.as_window(_mask_tensors.contents(attention_mask))
+        if window is not None:
+            return window
+    raise NotImplementedError(
+        f"{_layer(module)}: attention_mask: expected the window that the mask function of cp_group makes, got a tensor of shape "
+        f"{list(attention_mask.shape)}; leave the mask to transformers"
+    )
+
+
+def _sum(bias: Tensor | None, other: Tensor) -> Tensor:
+    return other if bias is None else other + bias
+
+
+def _selected(indices: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """The bias [B, 1, Sq, Sk] that hides every key but the selected ones, indices [B, Sq, n]."""
+    Sk = key.shape[2]
+    hidden = torch.ones((*indices.shape[:2], Sk + 1), dtype=torch.bool, device=query.device)
+    at = torch.where(indices < 0, Sk, indices).long()
+    hidden = hidden.scatter(2, at, False)[:, None, :, :Sk]  # without the place of those that select nothing
+    return torch.zeros((), dtype=query.dtype, device=query.device).masked_fill(hidden, -torch.inf)
+
+
 # --- masks --------------------------------------------------------------------------------------------------------------
 
 
@@ -289,7 +330,7 @@ def _without_mask(module: nn.Module, sliding_window: int | None, is_causal: bool
 
 
 def _apart(visible: _Visible, position_ids: Tensor | None, query: Tensor, key: Tensor) -> _Visible:
-    """Adds packed documents, which begin at position 0, if the mask does not separate them.
+    """Adds packed documents, which begin at position 0, to a window.
 
     transformers builds documents into the mask of most models, but not of all (gpt-oss), and a lost mask does not have them.
     """
@@ -297,10 +338,7 @@ def _apart(visible: _Visible, position_ids: Tensor | None, query: Tensor, key: T
     if position_ids is None or position_ids.dim() != 2 or not 1 < length == key.shape[2] == position_ids.shape[1]:
         return visible
     if not _mask_tensors.may_look(position_ids):
-        mask = Mask.documents((position_ids == 0).cumsum(1))
-        return visible._replace(mask=mask if visible.mask is None else mask & visible.mask)
-    if visible.mask is not None:  # the mask function has already handled documents
-        return visible
+        return visible._replace(mask=Mask.documents((position_ids == 0).cumsum(1)))
     return visible._replace(mask=_documents.get([position_ids], lambda: _documents_of(position_ids)))
 
 
@@ -309,22 +347,41 @@ def _documents_of(position_ids: Tensor) -> Mask | None:
     return Mask.documents(begins.cumsum(1)) if bool(begins[:, 1:].any()) else None
 
 
-def _with_mask(module: nn.Module, attention_mask: Tensor, query: Tensor, key: Tensor) -> _Visible:
-    window = _mask_tensors.as_window(attention_mask)
-    if window is not None:
-        return _Visible(*window)
-    mask = _mask_tensors.as_mask(attention_mask)
-    if mask is not None:
-        return _Visible(mask=mask)
+def _with_mask(module: nn.Module, attention_mask: Tensor, query: Tensor, key: Tensor) -> tuple[_Visible, bool]:
+    """The visible keys, and whether position_ids may separate documents."""
+    Sq, Sk = query.shape[2], key.shape[2]
+    if isinstance(attention_mask, LayerMask):
+        return _with_layer_mask(module, attention_mask, Sq, Sk)
     if attention_mask.dim() != 4 or not (attention_mask.is_floating_point() or attention_mask.dtype == torch.bool):
         raise TypeError(
             f"{_layer(module)}: attention_mask: expected a bool or floating-point tensor [batch, heads or 1, queries, keys], "
             f"got {attention_mask.dtype} of shape {list(attention_mask.shape)}; pass the model a mask [batch, keys] of ones and zeros"
         )
     if attention_mask.is_floating_point():
-        return _Visible(bias=attention_mask[..., : key.shape[2]])
-    sizes = query.shape[2], key.shape[2]
-    return _Visible(mask=_dense_masks.get([attention_mask], lambda: _from_dense(module, attention_mask, *sizes), sizes))
+        return _Visible(bias=attention_mask[..., :Sk]), False
+    return _Visible(mask=_of_dense(module, attention_mask, Sq, Sk)), False
+
+
+def _with_layer_mask(module: nn.Module, layer_mask: LayerMask, Sq: int, Sk: int) -> tuple[_Visible, bool]:
+    mask: Tensor = layer_mask
+    if mask.shape[3] > Sk:  # eager attention of transformers 4 does the same
+        mask = mask[..., :Sk]
+    if mask.shape[2] == 1 and Sq > 1:
+        mask = mask.expand(-1, -1, Sq, -1)
+    assert isinstance(mask, LayerMask)
+    code = _mask_tensors.contents(mask)
+    if code.is_floating_point():  # the model wrote to its mask
+        return _Visible(bias=code), False
+    window = _mask_tensors.as_window(code)
+    if window is not None:
+        return _Visible(*window), _mask_tensors.and_documents(code)
+    if code.dtype == torch.bool:
+        return _Visible(mask=_of_dense(module, code, Sq, Sk)), False
+    return _Visible(mask=Mask(code) if torch.compiler.is_compiling() else mask.mask()), False
+
+
+def _of_dense(module: nn.Module, visible: Tensor, Sq: int, Sk: int) -> Mask:
+    return _dense_masks.get([visible], lambda: _from_dense(module, visible, Sq, Sk), (Sq, Sk))
 
 
 def _from_dense(module: nn.Module, attention_mask: Tensor, Sq: int, Sk: int) -> Mask:
@@ -368,33 +425,3 @@ def _between(begins_q: Tensor, begins_k: Tensor, Sk: int, left: int, right: int)
         last = torch.minimum(last, aligned + min(left, ALL_ROWS) + 1)
     last = torch.where(keys < begins_k[-1], last, 0)
     return Mask(torch.stack([first, last], -1).int()[None, None])
-
-
-# --- position biases ----------------------------------------------------------------------------------------------------
-
-
-def _is_of_distance(position_bias: Tensor) -> bool:
-    """Whether a bias [1, H, Sq, Sk] depends only on the distance of key and query, like a bias that is made from buckets.
-
-    The result is cached, because every layer of T5 gets the same tensor.
-    """
-    if position_bias.shape[0] != 1 or not _mask_tensors.may_look(position_bias):
-        return False
-
-    def compared() -> bool:
-        values = position_bias.detach()
-        return bool(torch.equal(values[:, :, 1:, 1:], values[:, :, :-1, :-1]))
-
-    return _distances.get([position_bias], compared)
-
-
-def _relative_bias(position_bias: Tensor) -> Tensor:
-    """The bias of every distance, [H, 2 L + 1] with L one less than the longer of Sq and Sk, from the first column and row.
-
-    The gradient of a diagonal flows to the one element that was read. That is correct: the whole diagonal is one entry of the table.
-    """
-    Sq, Sk = position_bias.shape[2:]
-    distance = torch.arange(1 - Sq, Sk, device=position_bias.device)
-    distances = position_bias[0, :, (-distance).clamp(min=0), distance.clamp(min=0)]
-    # relative_bias counts distances from the key that the query is aligned with, which is Sk - Sq further on.
-    return torch.nn.functional.pad(distances, (max(Sq - Sk, 0), max(Sk - Sq, 0)))

@@ -129,6 +129,32 @@ def test_packed_documents(name: str, device: str) -> None:
     check(model, inputs, None, device, in_parts)
 
 
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gpt_oss", "gemma2"])
+def test_positions_that_begin_again_beside_a_mask(name: str, padded: bool, device: str) -> None:
+    """A mask of ones, also with padding in another row: transformers separates no documents."""
+    _, model = made(name)
+    mask = torch.ones(len(DOCUMENTS), LENGTH, dtype=torch.int64)
+    mask[1, 20:] = not padded
+    ids = token_ids(torch.Generator().manual_seed(3))
+    check(model, {"input_ids": ids, "attention_mask": mask, "position_ids": packed_positions()}, mask, device)
+
+
+def test_arguments_of_the_loss_reach_no_error(device: str) -> None:
+    """Padding-free collators and the Trainer pass them, and models pass them on to every layer."""
+    _, model = made("llama")
+    ids = token_ids(torch.Generator().manual_seed(3)).to(device)
+    given = {
+        "input_ids": ids,
+        "labels": ids,
+        "shift_labels": ids.roll(-1, 1),
+        "ignore_index": 5,
+        "token_type_ids": ids * 0,
+    }
+    expected, got = (with_attention(model, kind, device)(**given).loss for kind in ("eager", "fax"))
+    torch.testing.assert_close(got, expected)
+
+
 def in_parts(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
     """Logits of packed rows, a document at a time."""
     rows = zip(inputs["input_ids"].split(1), DOCUMENTS, strict=True)

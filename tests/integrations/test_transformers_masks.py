@@ -87,15 +87,21 @@ def values(function: Any, Sq: int, Sk: int, q_offset: int, kv_offset: int) -> Te
 
 
 def dense(mask: Tensor, Sq: int, Sk: int) -> Tensor:
-    """bool [BATCH, Sq, Sk] of the value that the mask function returned."""
-    limits = _mask_tensors.as_window(mask)
+    """bool [BATCH, Sq, Sk] of what attention reads of the value that the mask function returned."""
+    code = _mask_tensors.contents(mask)
+    limits = _mask_tensors.as_window(code)
     if limits is not None:
         left, right = limits
         distance = torch.arange(Sk) - (torch.arange(Sq)[:, None] + Sk - Sq)
         visible = (distance >= -left if left >= 0 else True) & (distance <= (right if right >= 0 else Sk))
         return visible.expand(BATCH, Sq, Sk)
-    intervals = _mask_tensors.as_mask(mask)
-    return (mask if intervals is None else intervals.dense(Sq))[:, 0].expand(BATCH, Sq, Sk)
+    visible = code if code.dtype == torch.bool else flashattn_ext.Mask(code).dense(Sq)
+    return visible[:, 0].expand(BATCH, Sq, Sk)
+
+
+def eagers(visible: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The mask [BATCH, 1, Sq, Sk] that eager attention adds to the scores."""
+    return torch.zeros((), dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)[:, None]
 
 
 def made(
@@ -116,8 +122,10 @@ def test_mask_functions(name: str, padding: str) -> None:
         hidden = {"all ones": [], "left": [0, 1, 2], "right": [10, 11], "holes": [2, 5, 6]}[padding]
         seen[1, hidden] = False
     got = made(function, 12, 12, padding=None if padding == "none" else seen)
-    assert got.dtype == torch.int32 and got.dim() == 4
-    assert torch.equal(dense(got, 12, 12), values(function, 12, 12, 0, 0) & seen[:, None])
+    assert _mask_tensors.contents(got).dtype == torch.int32
+    visible = values(function, 12, 12, 0, 0) & seen[:, None]
+    assert torch.equal(dense(got, 12, 12), visible)
+    assert got.dtype == torch.float32 and torch.equal(got, eagers(visible))
 
 
 @pytest.mark.parametrize("as_tensor", [False, True])
@@ -128,7 +136,9 @@ def test_mask_functions_beside_earlier_keys(name: str, as_tensor: bool) -> None:
     for Sq, Sk, q_offset, kv_offset in [(3, 10, 9, 2), (1, 8, 7, 0), (3, 12, 5, 0), (12, 12, 0, 0)]:
         offset = torch.tensor(q_offset) if as_tensor else q_offset
         got = made(function, Sq, Sk, offset, kv_offset)
-        assert torch.equal(dense(got, Sq, Sk), values(function, Sq, Sk, q_offset, kv_offset))
+        visible = values(function, Sq, Sk, q_offset, kv_offset)
+        assert torch.equal(dense(got, Sq, Sk), visible)
+        assert torch.equal(got, eagers(visible))
 
 
 @pytest.mark.parametrize("name", ["causal", "window", "packed", "blocks", "custom"])
@@ -148,20 +158,19 @@ def test_what_is_plain_needs_no_intervals() -> None:
     expected = {"causal": (-1, 0), "window": (3, 0), "window beyond all keys": (-1, 0)}
     for name, limits in expected.items():
         for padding in (None, torch.ones(BATCH, 12, dtype=torch.bool)):
-            assert _mask_tensors.as_window(made(KNOWN[name](), 12, 12, padding=padding)) == limits
+            code = _mask_tensors.contents(made(KNOWN[name](), 12, 12, padding=padding))
+            assert code.numel() == 0 and _mask_tensors.as_window(code) == limits
 
 
 @pytest.mark.parametrize("Sq", [1, 2, 3, 12])
-def test_a_mask_of_intervals_cannot_be_added_to_scores(Sq: int) -> None:
-    """A model that computes attention itself would add it; where that does not raise, the result has another shape."""
+def test_a_model_that_adds_its_mask_to_scores_gets_what_eager_gets(Sq: int) -> None:
+    """It computes attention itself."""
     seen = torch.ones(BATCH, 12, dtype=torch.bool)
     seen[0, :3] = False
     mask = made(masks.causal_mask_function, Sq, 12, 12 - Sq, padding=seen)
     scores = torch.randn(BATCH, 4, Sq, 12)
-    try:
-        assert (scores + mask).shape != scores.shape
-    except RuntimeError as error:
-        assert "must match" in str(error)
+    visible = values(masks.causal_mask_function, Sq, 12, 12 - Sq, 0) & seen[:, None]
+    assert torch.equal(scores + mask, scores + eagers(visible))
     for copied in (mask, mask.clone()):
         assert torch.equal(dense(copied, Sq, 12), dense(mask, Sq, 12))
 
@@ -172,8 +181,9 @@ def test_ids_that_come_back_are_no_runs(ids: list[int], monkeypatch: pytest.Monk
     monkeypatch.setattr(_transformers_masks, "_ELEMENTS_AT_ONCE", 60)
     function = masks.packed_sequence_mask_function(torch.tensor([ids] * BATCH))
     got = made(function, 6, 6)
-    assert got.dtype == torch.bool
+    assert _mask_tensors.contents(got).dtype == torch.bool
     assert torch.equal(dense(got, 6, 6), values(function, 6, 6, 0, 0))
+    assert torch.equal(got, eagers(values(function, 6, 6, 0, 0)))
 
 
 @pytest.mark.parametrize(
@@ -186,7 +196,7 @@ def test_blocks_of_any_ids(ids: list[int]) -> None:
     function = masks.or_masks(masks.causal_mask_function, masks.blockwise_overlay(torch.tensor([ids] * BATCH)))
     got = made(function, 6, 6)
     assert torch.equal(dense(got, 6, 6), values(function, 6, 6, 0, 0))
-    assert (got.dtype == torch.bool) == (ids == [0, -1, 0, -1, 1, 1])
+    assert (_mask_tensors.contents(got).dtype == torch.bool) == (ids == [0, -1, 0, -1, 1, 1])
 
 
 def test_a_function_that_changed_its_meaning_is_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,12 +287,32 @@ def test_positions_that_begin_again(lost: bool) -> None:
     torch.testing.assert_close(got, expected(q, k, v, visible))
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("padding", ["all ones", "another row"])
+def test_positions_that_begin_again_where_transformers_separates_no_documents(padding: str, compiled: bool) -> None:
+    """It does not where a mask is given. A row does not depend on the padding of another one."""
+    q, k, v = tensors()
+    seen = torch.ones(BATCH, 12, dtype=torch.bool)
+    seen[1, :3] = padding != "another row"
+
+    def attend() -> Tensor:
+        mask = made(masks.causal_mask_function, 12, 12, padding=seen)
+        out: Tensor = fax.attention(Layer(is_causal=True), q, k, v, mask, position_ids=POSITIONS)[0]
+        return out
+
+    torch.compiler.reset()
+    got = torch.compile(attend, backend="eager", fullgraph=True)() if compiled else attend()
+    visible = values(masks.causal_mask_function, 12, 12, 0, 0) & seen[:, None]
+    torch.testing.assert_close(got[0], expected(q, k, v, visible[:, None])[0])
+    torch.testing.assert_close(got[1, 3:], expected(q, k, v, visible[:, None])[1, 3:])
+
+
 @pytest.mark.parametrize("width", [2**31, sys.maxsize])
 def test_documents_with_a_window_beyond_all_keys(width: int) -> None:
     begins = beginnings(0, 5, 12)
     packed = {"cu_seq_lens_q": begins, "cu_seq_lens_k": begins, "is_causal": True}
     assert torch.equal(outputs(sliding_window=width, **packed), outputs(**packed))
-    assert _mask_tensors.as_window(_mask_tensors.window_tensor(width, 0, "cpu")) == (-1, 0)
+    assert _mask_tensors.as_window(_mask_tensors.window_code(width, 0, "cpu")) == (-1, 0)
 
 
 def test_documents_of_other_lengths_in_queries_and_keys() -> None:
@@ -310,6 +340,11 @@ def beginnings(*starts: int) -> Tensor:
     return torch.tensor(starts, dtype=torch.int32)
 
 
+def chunks(size: int, Sq: int, Sk: int) -> Tensor:
+    """The mask of a model whose queries see their own chunk."""
+    return _mask_tensors.layer_mask(flashattn_ext.Mask.chunked(size, Sq, Sk).intervals, 1, Sq, Sk)
+
+
 def kept_documents(Sq: int, Sk: int, mask: Tensor | None, changed: str) -> None:
     """Two layers with the same tensors, a change of one of them, and a third layer."""
     torch.manual_seed(3)
@@ -322,7 +357,7 @@ def kept_documents(Sq: int, Sk: int, mask: Tensor | None, changed: str) -> None:
     assert torch.equal(layer(mask, **begins), layer(mask, **begins))
     if changed == "mask":
         assert mask is not None
-        mask.copy_(_mask_tensors.intervals_tensor(flashattn_ext.Mask.chunked(5, Sq, Sk), Sq))
+        mask.copy_(chunks(5, Sq, Sk))
     else:
         begins[changed][1] = 7
     fresh = {name: tensor.clone() for name, tensor in begins.items()}
@@ -335,7 +370,7 @@ def kept_documents(Sq: int, Sk: int, mask: Tensor | None, changed: str) -> None:
 def test_tensors_that_are_written_to_between_calls(changed: str, inference: bool) -> None:
     """As in a training loop with static buffers. What was computed from a tensor for other layers is computed again."""
     with torch.inference_mode(inference):
-        mask = _mask_tensors.intervals_tensor(flashattn_ext.Mask.chunked(3, 12, 12), 12) if changed == "mask" else None
+        mask = chunks(3, 12, 12) if changed == "mask" else None
         kept_documents(12, 12, mask, changed)
 
 
@@ -390,43 +425,11 @@ def test_what_is_kept_for_a_tensor_goes_with_it(kind: str) -> None:
         tensor = beginnings(0, 5, 12)
         outputs(cu_seq_lens_q=tensor, cu_seq_lens_k=tensor, is_causal=True)
     else:
-        tensor = torch.ones(1, 1, 12, 12).tril().bool() if kind == "dense" else torch.full((1, 1, 2, 12), 12).int()
+        tensor = torch.ones(1, 1, 12, 12).tril().bool() if kind == "dense" else chunks(3, 12, 12)
         fax.attention(nn.Module(), *(t[:1] for t in tensors()), tensor)
     gone = weakref.ref(tensor)
     del tensor
     assert gone() is None
-
-
-@pytest.mark.parametrize("lengths", [(12, 12), (1, 12), (5, 12), (12, 5)])
-def test_position_bias_of_distances(lengths: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bias that depends on the distance alone becomes a relative bias, in the result and in the gradient of the table."""
-    Sq, Sk = lengths
-    q, k, v = tensors(Sq, Sk)
-    table = torch.randn(40, 4, requires_grad=True)
-    bias = table[torch.arange(Sk) - torch.arange(Sq)[:, None] + 20].permute(2, 0, 1)[None]
-    given: list[dict[str, Any]] = []
-    forward = flashattn_ext.forward
-    monkeypatch.setattr(
-        flashattn_ext, "forward", lambda *args, **options: given.append(options) or forward(*args, **options)
-    )
-    got, _ = fax.attention(Layer(), q, k, v, None, position_bias=bias)
-    want = expected(q, k, v, bias=bias)
-    torch.testing.assert_close(got, want)
-    weights = torch.randn_like(want)
-    gradients = [torch.autograd.grad((out * weights).sum(), table, retain_graph=True)[0] for out in (got, want)]
-    torch.testing.assert_close(*gradients)
-    assert given[-1]["bias"] is None and given[-1]["relative_bias"].shape == (4, 2 * max(Sq, Sk) - 1)
-
-
-def test_position_bias_of_another_kind() -> None:
-    """It is added unchanged, alone or together with an additive mask."""
-    q, k, v = tensors()
-    bias, added = torch.randn(1, 4, 12, 12, requires_grad=True), torch.randn(BATCH, 1, 12, 12)
-    for mask in (None, added):
-        got = fax.attention(Layer(), q, k, v, mask, position_bias=bias)[0]
-        want = expected(q, k, v, bias=bias if mask is None else bias + mask)
-        torch.testing.assert_close(got, want)
-        torch.testing.assert_close(*(torch.autograd.grad(out.square().sum(), bias)[0] for out in (got, want)))
 
 
 def test_sink_softcap_and_scaling() -> None:
@@ -476,6 +479,31 @@ def test_keywords_that_are_not_known_raise() -> None:
     torch.testing.assert_close(fax.attention(Layer(), q, k, v, None, **harmless)[0], expected(q, k, v))
 
 
+PASSED_OVER = {
+    "labels": torch.zeros(BATCH, 12, dtype=torch.int64), "shift_labels": torch.zeros(BATCH, 12, dtype=torch.int64), "ignore_index": -1,
+    "token_type_ids": torch.zeros(BATCH, 12, dtype=torch.int64), "special_tokens_mask": torch.zeros(BATCH, 12), "length": torch.tensor([3, 4]),
+    "offset_mapping": torch.zeros(BATCH, 12, 2), "return_token_accuracy": True, "accum_dtype": torch.float32,
+}  # fmt: skip
+
+
+def test_keywords_of_losses_and_tokenizers_are_passed_over() -> None:
+    q, k, v = tensors()
+    torch.testing.assert_close(fax.attention(Layer(), q, k, v, None, **PASSED_OVER)[0], expected(q, k, v))
+
+
+def test_indices_that_an_indexer_has_chosen() -> None:
+    """Keys that are chosen and that the mask shows; -1 chooses none."""
+    q, k, v = tensors()
+    indices = torch.rand(BATCH, 12, 12).argsort(-1)[..., :5].int()
+    indices[..., 0] = torch.arange(12)  # every query chooses a key that it sees
+    indices[..., 4] = -1
+    chosen = torch.zeros(BATCH, 12, 12, dtype=torch.bool).scatter(2, indices[..., :4].long(), True)
+    visible = values(masks.causal_mask_function, 12, 12, 0, 0) & chosen
+    mask = made(masks.causal_mask_function, 12, 12)
+    got = fax.attention(Layer(), q, k, v, mask, indices=indices)[0]
+    torch.testing.assert_close(got, expected(q, k, v, visible[:, None]))
+
+
 @pytest.mark.parametrize("version", ["4.56.2", "3.0", "4.9"])
 def test_a_version_that_is_too_old(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
@@ -514,4 +542,7 @@ def test_where_transformers_is_missing() -> None:
         transformers.register()
         """
     )
-    assert "ImportError: transformers is not installed; pip install 'flashattn_ext[hf]'" in done.stderr
+    assert (
+        'ImportError: transformers is not installed; pip install --upgrade "transformers>=4.57" accelerate'
+        in done.stderr
+    )

@@ -81,6 +81,29 @@ def check_against_eager(model: str) -> None:
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
 
 
+def test_a_model_that_reads_its_mask_as_visible_keys() -> None:
+    """With eager's mask it hides what it should see; transformers' own eager attention has NaN for a row that sees every key."""
+    fax.register()
+    if not hasattr(transformers, "NemotronAsrStreamingEncoder"):
+        pytest.skip(f"transformers {transformers.__version__} has no such model")
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "intermediate_size": 48,
+        "num_mel_bins": 16,
+    }
+    config = transformers.NemotronAsrStreamingEncoderConfig(**sizes, subsampling_conv_channels=16)
+    config._attn_implementation = "fax"
+    with pytest.raises(
+        NotImplementedError, match=r'^NemotronAsrStreamingEncoder: .* reads its mask as .*; use "sdpa" for it$'
+    ):
+        transformers.NemotronAsrStreamingEncoder(config)
+    config._attn_implementation = "sdpa"
+    features = {"input_features": torch.randn(1, 32, 16)}
+    assert transformers.NemotronAsrStreamingEncoder(config).eval()(**features).last_hidden_state.isfinite().all()
+
+
 def test_other_implementations_of_those_models_are_left_alone() -> None:
     fax.register()
     ids = torch.arange(3, 9)[None]
