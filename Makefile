@@ -20,7 +20,7 @@ VENV := .venv
 BIN := $(VENV)/bin/python
 RESULTS := runs/experiments
 CPP_SOURCES := $(shell find csrc -name "*.h" -o -name "*.cpp" -o -name "*.cuh" -o -name "*.cu")
-SOURCES := $(CPP_SOURCES) csrc/options.def csrc/sources.py
+SOURCES := $(CPP_SOURCES) csrc/call/options.def csrc/sources.py
 FORMATTED := $(CPP_SOURCES) $(shell find ascend_c tests/ascend tests/npu tools -name "*.h" -o -name "*.cpp")
 PYTHON_SOURCES := csrc examples flashattn_ext flashattn_ext_lab tests tools setup.py
 HAS_TORCH := import torch, sys; sys.exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 6))
@@ -39,7 +39,7 @@ EMULATOR_GROUPS := $(sort $(foreach words,$(subst _,:,$(basename $(notdir $(EMUL
 EMULATOR_OBJECTS := $(EMULATOR_SOURCES:%.cpp=build/emulator/%.o) $(EMULATOR_GROUPS:%=build/emulator/kernels/%.o)
 EMULATOR_HEADERS := $(shell find ascend_c csrc -name "*.h")
 EMULATOR_OPTIMISE ?= -O2 -ftree-vectorize
-EMULATOR_FLAGS := -std=c++17 $(EMULATOR_OPTIMISE) -ffp-contract=off -fPIC -fvisibility=hidden -Wall -Wextra -Iascend_c/emulator/include
+EMULATOR_FLAGS := -std=c++17 $(EMULATOR_OPTIMISE) -ffp-contract=off -fPIC -fvisibility=hidden -Wall -Wextra -Iascend_c/emulator/include -Icsrc
 
 INSTALL := -m pip install --no-build-isolation -e ".[cli,docs,hf,test]"
 REBUILD := setup.py build_ext --inplace

@@ -32,9 +32,9 @@ VERSION = (ROOT / "VERSION").read_text().strip()
 COMPILER = os.environ.get("CXX", "c++")
 
 SOURCES = [
-    "csrc/torch_autograd.cpp",
-    "csrc/torch_ops.cpp",
-    "csrc/backend.cpp",
+    "csrc/module/torch_autograd.cpp",
+    "csrc/module/torch_ops.cpp",
+    "csrc/backend/backend.cpp",
     "csrc/cpu/caches.cpp",
     "csrc/cpu/dispatch.cpp",
     "csrc/cpu/dropout_mask.cpp",
@@ -268,6 +268,7 @@ def extension(torch, with_cuda: bool):
             *(sources.CLANG_FLAGS if is_clang() else sources.GCC_FLAGS),
             *sources.CXX_FLAGS,
             *defines,
+            f"-I{ROOT / 'csrc'}",
             debug_information(),
         ],
         "nvcc": [*sources.NVCC_FLAGS, *defines, f"-I{ROOT / 'csrc'}"],

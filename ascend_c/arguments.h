@@ -3,7 +3,7 @@
 #pragma once
 
 #include "../csrc/params.h"
-#include "../csrc/score.h"
+#include "../csrc/rules/score.h"
 
 // How arguments travel to a kernel. CANN 8 copies the text of a parameter's struct into the launcher that it generates,
 // which therefore has to stand alone: no namespace, no base, no name of another file, sizes in digits.

@@ -1,5 +1,5 @@
-// Biases, which are added to a logit by its position (csrc/bias.h), on the vector core: ALiBi from the numbers of rows
-// and keys; a relative bias and a bias of any shape from GM, a few rows of a chunk at a time.
+// Biases, which are added to a logit by its position (csrc/rules/bias.h), on the vector core: ALiBi from the numbers of
+// rows and keys; a relative bias and a bias of any shape from GM, a few rows of a chunk at a time.
 #pragma once
 
 #include "vector.h"

@@ -4,8 +4,8 @@
 #include <cmath>
 #include <iterator>
 
-#include "../csrc/backend.h"
-#include "../csrc/dropout.h"
+#include "../csrc/backend/backend.h"
+#include "../csrc/rules/dropout.h"
 #include "tiles.h"
 
 namespace flashattn_ext {

@@ -1,10 +1,10 @@
-// Which keys rows see under a Mask (csrc/mask.h), from the extremes of its granules. The cube and vector cores skip
-// fully masked keys by it, and the vector core tells unmasked from partly masked tiles.
+// Which keys rows see under a Mask (csrc/rules/mask.h), from the extremes of its granules. The cube and vector cores
+// skip fully masked keys by it, and the vector core tells unmasked from partly masked tiles.
 #pragma once
 
 #include <kernel_operator.h>  // before the shared headers: it defines what they compile to
 
-#include "../csrc/mask.h"
+#include "../csrc/rules/mask.h"
 #include "arguments.h"
 
 namespace flashattn_ext {

@@ -1,5 +1,5 @@
-// The dropout mask of csrc/dropout.h on the vector core. 64 lanes are the 64 counters of a tile of 16 query rows x 64
-// keys, so that a byte of a word is the decision of 8 rows x 8 keys: lane = (i % 8) * 8 + j % 8. The vector unit
+// The dropout mask of csrc/rules/dropout.h on the vector core. 64 lanes are the 64 counters of a tile of 16 query rows
+// x 64 keys, so that a byte of a word is the decision of 8 rows x 8 keys: lane = (i % 8) * 8 + j % 8. The vector unit
 // multiplies and adds 32-bit integers modulo 2^32, shifts them, and has And and Or of 16 bits; the rest is made of
 // these.
 //
@@ -12,7 +12,7 @@
 //     4    l, row, key       l, row, key       Draw, and so the rounds behind it
 #pragma once
 
-#include "../csrc/dropout.h"
+#include "../csrc/rules/dropout.h"
 #include "vector.h"
 
 namespace flashattn_ext {

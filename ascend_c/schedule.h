@@ -10,8 +10,8 @@
 
 #include <kernel_operator.h>  // before the shared headers: it defines what they compile to
 
-#include "../csrc/mask.h"
-#include "../csrc/seqlen.h"
+#include "../csrc/rules/mask.h"
+#include "../csrc/rules/seqlen.h"
 #include "interval_tiles.h"
 #include "tiles.h"
 

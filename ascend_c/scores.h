@@ -1,6 +1,6 @@
 // The arithmetic on scores between two products, a chunk of rows at a time in UB: OnlineSoftmax::Weigh turns them into
 // weights in the forward; Weigh with a known lse does so in the backward, where Differentiate then turns the gradient
-// of the weights into the gradient of the scores. csrc/score.h defines a score.
+// of the weights into the gradient of the scores. csrc/rules/score.h defines a score.
 //
 // The vector unit's exponential has base e, so that both keep the logit itself of a product, in natural units.
 #pragma once

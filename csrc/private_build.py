@@ -110,7 +110,7 @@ def _commands(build: PrivateBuild, folder: Path) -> Iterable[list[str]]:
         *(f"-DFLASHATTN_EXT_{name}={value}" for name, value in defines.items()),
     ]
     words += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}", "-c"]
-    for index, source in enumerate([sources.CSRC / "private_build.cpp", *build.sources]):
+    for index, source in enumerate([sources.CSRC / "backend" / "private_build.cpp", *build.sources]):
         yield [*words, str(source), "-o", str(folder / f"{index}.o")]
 
 

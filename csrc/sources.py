@@ -68,6 +68,23 @@ ARRAYS = {
     "kDecode": ("decode", "split"),
     "kFewRowsBackward": ("decode", "backward"),
 }
+# The folders of csrc/cuda with the kernels of a stage: forward.cuh, say.
+FOLDERS = {
+    ("sm80", "forward"): "sm80/forward",
+    ("sm80", "backward"): "sm80/backward",
+    ("sm80", "jvp"): "sm80/derivatives",
+    ("sm80", "second"): "sm80/derivatives",
+    ("sm90", "forward"): "sm90/forward",
+    ("sm90", "invariant"): "sm90/invariant",
+    ("sm90", "packed"): "sm90/few_rows",
+    ("sm90", "backward"): "sm90/backward",
+    ("sm90", "heads"): "sm90/backward_short",
+    ("sm90", "resident"): "sm90/few_rows",
+    ("sm90", "jvp"): "sm90/derivatives",
+    ("sm90", "second"): "sm90/derivatives",
+    ("decode", "split"): "decode/split",
+    ("decode", "backward"): "decode/few_rows",
+}
 # Rows share a source with the rows whose options have the same suffix.
 SUFFIXES = {
     "kPlain": "",
@@ -125,8 +142,8 @@ LEFT_OUT = """#include <cuda_bf16.h>
 
 #include <stdexcept>
 
-#include "cuda/decode/backward_plan.h"
-#include "cuda/decode/kernels.h"
+#include "cuda/decode/few_rows/backward_plan.h"
+#include "cuda/decode/split/kernels.h"
 #include "cuda/sm80/kernels.h"
 #include "cuda/{}/kernels.h"
 
@@ -194,7 +211,7 @@ class Row(NamedTuple):
 
 def option_bits() -> dict[str, int]:
     """The sets of options that rows name, as numbers."""
-    text = (CSRC / "cuda" / "common" / "options.h").read_text()
+    text = (CSRC / "cuda" / "table" / "options.h").read_text()
     return {name: int(bits) for name, bits in re.findall(r"^  (k\w+) = (\d+),", text, re.M)}
 
 
@@ -274,7 +291,7 @@ def cuda_instances(*, sm90: bool) -> dict[str, str]:
     # The first line makes a build compile a source again when its GPUs change.
     return {
         f"{name}.cu": f"// GPUs: {rows[0][0].gpus}\n"
-        + '#include "cuda/{}/{}.cuh"\n\n'.format(*name.split("_"))
+        + f'#include "cuda/{FOLDERS[rows[0][0].architecture, rows[0][0].stage]}/{rows[0][0].stage}.cuh"\n\n'
         + "".join(f"template {function};\n" for row, dtype in rows for function in row.functions(dtype))
         for name, rows in rows_of_sources(sm90=sm90).items()
     }
@@ -378,7 +395,7 @@ def targets_of(source: Path, targets: Sequence[str]) -> list[str]:
     `use_backend("cuda-sm80")` can run them on Hopper. A call with no target left is compiled for all of them.
     """
     gpus = {row.gpus for row, _ in rows_of_sources(sm90=True).get(first_name(source).replace("_16bit_", "_bf16_"), ())}
-    if source.parent.name == "sm90" or gpus == {"kHopper"}:
+    if "cuda/sm90/" in source.as_posix() or gpus == {"kHopper"}:
         return [target for target in targets if "90a" in target] or [*targets]
     others = [target for target in targets if "90a" not in target]
     return others if gpus == {"kOtherGpus"} and any(map(runs_on_hopper, others)) else [*targets]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 LAYOUTS = ("bshd", "bhsd")
-# A softcap of at least this size is off, because c * tanh(s / c) equals s in every dtype. See kUncapped in csrc/score.h.
+# A softcap of at least this size is off, because c * tanh(s / c) equals s in every dtype. See kUncapped in csrc/rules/score.h.
 UNCAPPED = 2.0**60
 _LEAST, _MOST = -(1 << 63), (1 << 63) - 1  # range of a 64-bit integer
 _UNBOUNDED = -1  # of a window; Python has one object for it

@@ -1,5 +1,5 @@
 """FlashAttentionFunction: attention as a torch.autograd.Function. The derivatives of the ops themselves are in
-csrc/autograd.cpp and csrc/derivative_autograd.cpp."""
+csrc/autograd/autograd.cpp and csrc/autograd/derivative_autograd.cpp."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class FlashAttentionFunction(torch.autograd.Function):
     """Attention as a torch.autograd.Function, for code that needs one: apply(*tensors, rng_seed, options, return_max_logits).
 
     flashattn_ext.forward and varlen_forward compute the same bits and are faster, because their autograd node is written in C++
-    (csrc/autograd.cpp). One kind of call differs: for few queries with alibi_slopes they run the kernels of decoding, which sum in
+    (csrc/autograd/autograd.cpp). One kind of call differs: for few queries with alibi_slopes they run the kernels of decoding, which sum in
     another order, unless the slopes need a gradient; here they are taken to need one. This class calls the same ops,
     torch.ops.flashattn_ext.forward, backward and jvp; torch.compile and the transforms of torch.func trace it, and it has the
     derivatives of docs/derivatives.md.
@@ -42,7 +42,7 @@ class FlashAttentionFunction(torch.autograd.Function):
     apply returns (out, lse, max_logits, lse_words, centres, rng_state). out, lse and max_logits are as in forward; max_logits is
     empty without return_max_logits. out and lse are differentiable, the others have no gradient. The last three are for the
     backward: lse_words are the log-sum-exp of each row in two words, [B, Hq, Sq, 2] or [Hq, total_q, 2] in the dtype of lse
-    (csrc/lse_words.h); the centres of rows are [B, Hq, Sq, 3] or [Hq, total_q, 3] in the dtype of lse (csrc/bias.h), empty except
+    (csrc/rules/lse_words.h); the centres of rows are [B, Hq, Sq, 3] or [Hq, total_q, 3] in the dtype of lse (csrc/rules/bias.h), empty except
     in calls with slopes or a relative bias, on GPUs in 16 bits; rng_state is int64 [2], empty without dropout.
 
     Args of apply, all of them by position:

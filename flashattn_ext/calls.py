@@ -1,6 +1,6 @@
 """From the keyword arguments of the public functions to the arguments of the ops, and from the ops' results to theirs.
 
-An argument that users pass under its own name is converted by its type in csrc/options.def. Those that come from another keyword
+An argument that users pass under its own name is converted by its type in csrc/call/options.def. Those that come from another keyword
 (window_size, layout, mask) or have a rule of their own (softmax_scale, deterministic, origin) are named in _EXPRESSIONS.
 """
 

@@ -20,7 +20,7 @@ class BlockTableError(ValueError, RuntimeError):
 
 _largest = kept.KeptForTensors()  # the maximum of each tensor of lengths that came with a block table
 
-# The tensors of a decoding call that forward() does not have, in the order of the op's schema (csrc/decode_call.cpp).
+# The tensors of a decoding call that forward() does not have, in the order of the op's schema (csrc/call/decode_call.cpp).
 _CACHE_TENSORS = (
     "k", "v", "rotary_cos", "rotary_sin", "cache_seqlens", "cache_batch_idx", "cache_leftpad", "block_table",
 )  # fmt: skip
@@ -82,7 +82,7 @@ def _call_op(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, of_cache: tuple[Tensor | None, ...], length: int, options: tuple[Any, ...],
     rotary_interleaved: bool = True, num_splits: int = 0, return_max_logits: bool = False, keeps_dtype: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Checks and converts the arguments, and calls the op in the order of its schema (csrc/decode_call.cpp): (out, lse, max_logits).
+    """Checks and converts the arguments, and calls the op in the order of its schema (csrc/call/decode_call.cpp): (out, lse, max_logits).
 
     of_cache: the tensors that _CACHE_TENSORS names. length: of every sequence, -1 for whole caches or a tensor of lengths. options:
     what _options_of_call returns. keeps_dtype: autocast does not cast out.

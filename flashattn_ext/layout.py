@@ -1,4 +1,4 @@
-"""The warning for tensors [B, H, S, D] that are passed as [B, S, H, D]. csrc/ops.cpp recognises such calls (looks_like_heads_first)."""
+"""The warning for tensors [B, H, S, D] that are passed as [B, S, H, D]. csrc/ops/ops.cpp recognises such calls (looks_like_heads_first)."""
 
 from __future__ import annotations
 

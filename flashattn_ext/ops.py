@@ -1,4 +1,4 @@
-"""Python handles of the ops of csrc/ops.cpp and csrc/decode_op.cpp, and the one op that is written in Python."""
+"""Python handles of the ops of csrc/ops/ops.cpp and csrc/ops/decode_op.cpp, and the one op that is written in Python."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ rng_state = torch.ops.flashattn_ext.rng_state.default
 supports = torch.ops.flashattn_ext.supports.default
 mask_extremes: Callable[[Tensor], Tensor] = torch.ops.flashattn_ext.mask_extremes.default
 
-CENTRES = 3  # numbers in the centres of a row, kCentres in csrc/bias.h
+CENTRES = 3  # numbers in the centres of a row, kCentres in csrc/rules/bias.h
 
 _library = torch.library.Library("flashattn_ext", "FRAGMENT")
 

@@ -1,4 +1,4 @@
-"""The arguments of a call, as csrc/options.def describes them: the named tuples in which they travel, and their types for type checkers.
+"""The arguments of a call, as csrc/call/options.def describes them: the named tuples in which they travel, and their types for type checkers.
 
 A row of options.def appears here by itself: as a field of CallTensors or CallOptions, with its default, among the gradients, and in
 what vmap.py, integrations/dtensor.py and distributed/ do with tensors of its dimensions.
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 
 class Option(NamedTuple):
-    """One row of csrc/options.def."""
+    """One row of csrc/call/options.def."""
 
     name: str
     type: str  # as in the schemas of the ops: "Tensor?", "SymInt", "Scalar", "bool", "SymInt[]?" or "ScalarType?"
     default: Any
-    dims: str  # what the first dimensions of a tensor are: "sequences", "heads", "batch_heads", "scores" or "batch_kv_heads" (Dims in csrc/options.h)
+    dims: str  # what the first dimensions of a tensor are: "sequences", "heads", "batch_heads", "scores" or "batch_kv_heads" (Dims in csrc/call/options.h)
     gradient: str  # computed by a backward: "" never, "always", or "if_needed"
-    is_of_distance: bool  # its gradient needs the centres of rows (csrc/bias.h)
+    is_of_distance: bool  # its gradient needs the centres of rows (csrc/rules/bias.h)
     decodes: bool  # whether the decoding ops take it as well
 
 
@@ -67,9 +67,7 @@ else:
     CallTensors = namedtuple(
         "CallTensors", ["q", "k", "v", *(option.name for option in TENSORS)], defaults=[option.default for option in TENSORS]
     )  # fmt: skip
-    CallTensors.__doc__ = (
-        "The tensors of a call, in the order of the ops' schemas; q, k and v, then the tensors of csrc/options.def."
-    )
+    CallTensors.__doc__ = "The tensors of a call, in the order of the ops' schemas; q, k and v, then the tensors of csrc/call/options.def."
     CallOptions = namedtuple(
         "CallOptions", [option.name for option in NUMBERS], defaults=[option.default for option in NUMBERS]
     )
@@ -101,7 +99,7 @@ def wanted(tensors: Any, needs: Any) -> list[bool]:
 
 
 def keeps_centres(tensors: CallTensors, needs: Callable[[Tensor], bool]) -> bool:
-    """Whether the forward returns the centres of rows (csrc/bias.h), for accurate gradients of slopes and relative biases.
+    """Whether the forward returns the centres of rows (csrc/rules/bias.h), for accurate gradients of slopes and relative biases.
 
     needs: whether the backward computes the gradient of such a tensor.
     """

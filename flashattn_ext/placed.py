@@ -1,6 +1,6 @@
 """Calls with dropout whose origin is not at a multiple that the dropout generator of the kernels takes.
 
-The kernels of GPUs and NPUs draw dropout for blocks of 16 rows and 64 keys, and refuse other origins (csrc/backend.h). Such a call is
+The kernels of GPUs and NPUs draw dropout for blocks of 16 rows and 64 keys, and refuse other origins (csrc/backend/backend.h). Such a call is
 padded at the front up to the block boundary: its rows and keys get leading zeros, which a Mask hides and which are cut off the results.
 The dropout mask of the real rows and keys does not change. The CPU kernels take any origin.
 """

@@ -65,7 +65,7 @@ def supports(
         TypeError: as in forward().
         RuntimeError: as in forward(): the device has no backend.
 
-    Source: the backends' own dispatch (csrc/backend.h).
+    Source: the backends' own dispatch (csrc/backend/backend.h).
     """
     if more:
         raise names.not_an_argument("supports", {}, more)

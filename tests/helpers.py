@@ -464,7 +464,7 @@ def check(case: Case, device: str) -> None:
         errors = measure(replace(case, seed=seed), device)
         if on_ascend and case.dtype.itemsize == 2:
             # These gradients sum dS, times a distance for slopes, over whole rows, and every term has the rounding error of
-            # delta: this backend keeps no centres of rows (csrc/bias.h). Errors of four times the rule's bound were seen with
+            # delta: this backend keeps no centres of rows (csrc/rules/bias.h). Errors of four times the rule's bound were seen with
             # short rows. The error also remains in sums that cancel in plain PyTorch, whose delta fits its own weights.
             for name in errors.keys() & {"dalibi_slopes", "drelative_bias"}:
                 errors[name].factor = 8

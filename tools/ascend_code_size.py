@@ -39,7 +39,7 @@ def code_bytes(kernel: str, *, cube: bool) -> int:
     source = ROOT / "ascend_c" / "inst" / f"{kernel}.cpp"
     with tempfile.TemporaryDirectory() as folder:
         assembly = Path(folder) / "kernel.s"
-        subprocess.run([*command, f"-I{HEADERS}", "-S", source, "-o", assembly], check=True)
+        subprocess.run([*command, f"-I{HEADERS}", f"-I{ROOT / 'csrc'}", "-S", source, "-o", assembly], check=True)
         text = assembly.read_text()
     count = 0
     for line in text.splitlines():

@@ -57,7 +57,7 @@ extern "C" uint32_t aclrtlaunch_$kernel(uint32_t blocks, aclrtStream stream, Fla
 HEADER
 done
 
-flags=(-std=c++20 -O1 -fPIC -Wall -Wextra -Werror -I. -I"$launch" -DFLASHATTN_SOC='"Ascend910B1"'
+flags=(-std=c++20 -O1 -fPIC -Wall -Wextra -Werror -I. -Icsrc -I"$launch" -DFLASHATTN_SOC='"Ascend910B1"'
   -D_GLIBCXX_USE_CXX11_ABI="$abi")
 IFS=';' read -ra paths <<<"$includes"
 for path in "${paths[@]}"; do flags+=(-isystem "$path"); done

@@ -4,7 +4,7 @@
 //
 // FLASHATTN_EXT_ASCEND_EMULATOR, "key=value,...", chooses how: mode (eager,
 // late, random), seed, cores, nan (refuse: none in a product).
-#include "../../csrc/backend.h"
+#include "../../csrc/backend/backend.h"
 
 #include <cmath>
 #include <cstdlib>
@@ -13,7 +13,7 @@
 #include <stdexcept>
 #include <vector>
 
-#include "../../csrc/mask.h"
+#include "../../csrc/rules/mask.h"
 #include "../dispatch.h"
 #include "../kernels.h"
 #include "../tiles.h"

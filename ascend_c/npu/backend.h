@@ -1,7 +1,7 @@
-// The table of the backend "ascend", and what its library exports (csrc/backend.h).
+// The table of the backend "ascend", and what its library exports (csrc/backend/backend.h).
 #pragma once
 
-#include "../../csrc/backend.h"
+#include "../../csrc/backend/backend.h"
 
 namespace flashattn_ext {
 namespace ascend {

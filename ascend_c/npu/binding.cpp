@@ -1,5 +1,5 @@
 // torch_npu's side of the backend "ascend": stream, queue, and the check of the device when the library is loaded. The
-// one file of the binding that sees torch; the ops themselves are csrc/ops.cpp's, for NPU tensors too.
+// one file of the binding that sees torch; the ops themselves are csrc/ops/ops.cpp's, for NPU tensors too.
 #include <ATen/core/Tensor.h>
 #include <acl/acl.h>
 #include <torch_npu/csrc/core/npu/NPUFormat.h>

@@ -1,4 +1,4 @@
-#include "caches.h"
+#include "cpu/caches.h"
 
 #include <fstream>
 #include <string>

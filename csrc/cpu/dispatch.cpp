@@ -1,9 +1,9 @@
 // The Backend table of the CPU: every entry calls the kernels of the instruction set in use.
-#include "../backend.h"
-#include "../cached_call.h"
-#include "dropout_mask.h"
-#include "few_queries.h"
-#include "kernels.h"
+#include "backend/backend.h"
+#include "backend/cached_call.h"
+#include "cpu/dropout_mask.h"
+#include "cpu/few_queries.h"
+#include "cpu/kernels.h"
 
 namespace flashattn_ext {
 namespace {

@@ -1,6 +1,6 @@
-#include "dropout_mask.h"
+#include "cpu/dropout_mask.h"
 
-#include "../dropout.h"
+#include "rules/dropout.h"
 
 namespace flashattn_ext {
 

@@ -1,7 +1,7 @@
 // The dropout mask as a tensor: the entry `dropout_mask` of the CPU's Backend table.
 #pragma once
 
-#include "../params.h"
+#include "params.h"
 
 namespace flashattn_ext {
 

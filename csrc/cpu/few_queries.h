@@ -3,9 +3,9 @@
 // fills the lanes of its vectors with queries, of which a few would leave most lanes idle.
 #pragma once
 
-#include "../key_locator.h"
-#include "../mask.h"
-#include "../portable.h"
+#include "backend/key_locator.h"
+#include "portable.h"
+#include "rules/mask.h"
 
 namespace flashattn_ext {
 

@@ -1,10 +1,10 @@
-#include "isa.h"
+#include "cpu/isa.h"
 
 #include <atomic>
 #include <cstdlib>
 #include <stdexcept>
 
-#include "kernels.h"
+#include "cpu/kernels.h"
 
 namespace flashattn_ext {
 namespace {

@@ -6,7 +6,7 @@
 #include <utility>
 #include <vector>
 
-#include "../params.h"
+#include "params.h"
 
 namespace flashattn_ext {
 

@@ -1,8 +1,8 @@
 // The entry points of one instruction set, as dispatch.cpp and isa.cpp see them.
 #pragma once
 
-#include "../derivative_params.h"
-#include "tile_size.h"
+#include "cpu/tile_size.h"
+#include "derivative_params.h"
 
 #if defined(__x86_64__) && ((defined(__clang__) && __clang_major__ >= 10) || (!defined(__clang__) && __GNUC__ >= 11))
 #define FLASHATTN_HAVE_AVX512_BF16

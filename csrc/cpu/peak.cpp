@@ -4,8 +4,8 @@
 #include <thread>
 #include <vector>
 
-#include "isa.h"
-#include "kernels.h"
+#include "cpu/isa.h"
+#include "cpu/kernels.h"
 
 namespace flashattn_ext {
 

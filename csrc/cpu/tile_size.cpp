@@ -1,10 +1,10 @@
-#include "tile_size.h"
+#include "cpu/tile_size.h"
 
 #include <atomic>
 #include <stdexcept>
 #include <string>
 
-#include "caches.h"
+#include "cpu/caches.h"
 
 namespace flashattn_ext {
 namespace {

@@ -11,21 +11,21 @@
 #include <stdexcept>
 #include <utility>
 
-#include "../backend.h"
-#include "common/aligned_rows.h"
-#include "common/device.h"
-#include "common/mask_extremes.h"
-#include "common/options.h"
-#include "common/unowned_rows.h"
-#include "common/widened_inputs.h"
-#include "decode/chunks.h"
-#include "decode/decode.h"
-#include "decode/few_rows.h"
-#include "decode/packed.h"
-#include "decode/prefill.h"
-#include "dropout_mask.h"
-#include "max_logits.h"
-#include "table/kernels.h"
+#include "backend/backend.h"
+#include "cuda/decode/few_rows/few_rows.h"
+#include "cuda/decode/few_rows/packed.h"
+#include "cuda/decode/prefill/chunks.h"
+#include "cuda/decode/prefill/prefill.h"
+#include "cuda/decode/split/decode.h"
+#include "cuda/host/device.h"
+#include "cuda/passes/aligned_rows.h"
+#include "cuda/passes/dropout_mask.h"
+#include "cuda/passes/mask_extremes.h"
+#include "cuda/passes/max_logits.h"
+#include "cuda/passes/unowned_rows.h"
+#include "cuda/passes/widened_inputs.h"
+#include "cuda/table/kernels.h"
+#include "cuda/table/options.h"
 
 namespace flashattn_ext {
 

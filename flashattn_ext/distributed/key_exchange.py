@@ -4,7 +4,7 @@ Forward, for every step of the plan (plan.py):   prefetch the keys of the next s
 Backward, the same steps again:                  prefetch the keys of the next step | calls of this step | send gradients back
 
 A row whose keys are spread over several calls has out = sum_i exp(lse_i - lse) out_i with lse = log sum_i exp(lse_i), in float32. Its
-centres (csrc/bias.h) are merged the same way. The backward of each call gets the merged out, lse and centres, so that its weights are
+centres (csrc/rules/bias.h) are merged the same way. The backward of each call gets the merged out, lse and centres, so that its weights are
 normalised over the whole row.
 """
 
@@ -348,7 +348,7 @@ class _ExtraGradients:
     def take_back(self, part: Part, added: Tensor) -> None:
         """Removes from the gradients of the biases the term that comes from the centres of a part's rows.
 
-        Every call adds this term (csrc/bias.h), but it must count only once for each row. added: the centres times the gradient of lse,
+        Every call adds this term (csrc/rules/bias.h), but it must count only once for each row. added: the centres times the gradient of lse,
         [B, Hq, rows, 3], packed without the B.
         """
         slopes, relative = self.sums.get("alibi_slopes"), self.sums.get("relative_bias")

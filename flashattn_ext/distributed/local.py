@@ -22,7 +22,7 @@ _OF_A_PART = (
 )  # fmt: skip
 OF_FP8 = ("descale_q", "descale_k", "descale_v", "out_dtype")
 _REFUSED = (*OF_FP8, "invariant")
-# The options of the whole call, as csrc/options.def describes them.
+# The options of the whole call, as csrc/call/options.def describes them.
 EXTRAS = tuple(option for option in TENSORS if option.name not in (*_OF_A_PART, *_REFUSED))
 RULES = tuple(option for option in NUMBERS if option.name not in (*_OF_A_PART, *_REFUSED))
 

@@ -37,7 +37,7 @@ def test_the_raw_backward_returns_what_autograd_does(device: str, dtype: torch.d
     with torch.no_grad():
         got = flashattn_ext.backward(dout, *inputs, out, lse, dlse=dlse, **given, sink=sink, softcap=2.0)
     assert len(got) == 7
-    # Autograd also keeps the centres of rows (csrc/bias.h), which the gradients of slopes and of the relative bias use.
+    # Autograd also keeps the centres of rows (csrc/rules/bias.h), which the gradients of slopes and of the relative bias use.
     names = ("dq", "dk", "dv", "dsink", "dalibi_slopes", "drelative_bias", "dbias")
     for name, a, b in zip(names, got, expected, strict=True):
         takes_centres = name in ("dalibi_slopes", "drelative_bias")

@@ -297,7 +297,7 @@ def test_wrong_arguments_are_named(make, error: type[Exception], words: str) -> 
 
 
 def extremes_of(pairs: list[list[int]]) -> list[int]:
-    """any_first, any_last, all_first, all_last of some keys: csrc/mask.h."""
+    """any_first, any_last, all_first, all_last of some keys: csrc/rules/mask.h."""
     largest = 2**31 - 1
     rows = [(max(first, 0), max(last, 0)) for first, last in pairs]
     rows = [(first, last) if first < last else (largest, 0) for first, last in rows]

@@ -622,6 +622,7 @@ def whole(programs: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
             "-O0",  # they run for a tenth of a second
             *options,
             f"-I{folder}",
+            f"-I{folder / 'csrc'}",
             f"-I{EMULATOR / 'include'}",
         ]
         builds.append(subprocess.Popen([*command, *sources, "-o", folder / "whole"]))
@@ -761,7 +762,14 @@ def test_kernels_compile_with_the_name_that_the_headers_have(tmp_path: Path, nam
     cube.write_text(
         f'#include <kernel_operator.h>\n#include "{EMULATOR.parent}/cube.h"\ntemplate class flashattn_ext::ascend::CubeCore<float>;\n'
     )
-    command = [os.environ.get("CXX", "c++"), "-std=c++17", "-fsyntax-only", f"-I{tmp_path}", cube]
+    command = [
+        os.environ.get("CXX", "c++"),
+        "-std=c++17",
+        "-fsyntax-only",
+        f"-I{tmp_path}",
+        f"-I{EMULATOR.parents[1] / 'csrc'}",
+        cube,
+    ]
     assert subprocess.run(command, capture_output=True, text=True).stderr == ""
 
 
@@ -770,7 +778,15 @@ def device_functions(folder: Path, kernels: list[Path], root: Path) -> dict[str,
     (folder / "kernel_operator.h").touch()
     source = folder / "all.cpp"
     source.write_text("".join(f'#include "{kernel}"\n' for kernel in kernels))
-    command = [os.environ.get("CXX", "c++"), "-std=c++17", "-E", "-D__NPU_ARCH__=2201", f"-I{folder}", source]
+    command = [
+        os.environ.get("CXX", "c++"),
+        "-std=c++17",
+        "-E",
+        "-D__NPU_ARCH__=2201",
+        f"-I{folder}",
+        f"-I{EMULATOR.parents[1] / 'csrc'}",
+        source,
+    ]
     done = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     text, ours = [], False
     for line in done.splitlines():

@@ -91,7 +91,17 @@ def for_the_device(source: Path, folder: Path, *options: str) -> str:
     marks = {"__global__": "KERNEL", "__aicore__": "AICORE", "__mix__(aic, aiv)": "MIXED", "__vector__": "VECTOR"}
     header = "".join(f"#define {name} {mark}\n" for name, mark in marks.items())
     (folder / "kernel_operator.h").write_text(header)
-    command = [COMPILER, "-std=c++17", "-E", "-P", f"-I{folder}", "-D__NPU_ARCH__=2201", *options, source]
+    command = [
+        COMPILER,
+        "-std=c++17",
+        "-E",
+        "-P",
+        f"-I{folder}",
+        f"-I{ROOT / 'csrc'}",
+        "-D__NPU_ARCH__=2201",
+        *options,
+        source,
+    ]
     text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     assert "__aicore__" not in text, "a shared header was read before kernel_operator.h"
     return text
@@ -161,7 +171,9 @@ def test_rows_of_the_table_agree_with_their_names() -> None:
 def test_a_call_runs_the_smallest_kernel_that_has_its_options(tmp_path: Path) -> None:
     program = tmp_path / "kernels"
     sources = [ROOT / "tests/ascend/kernels.cpp", ROOT / "ascend_c/dispatch.cpp"]
-    subprocess.run([COMPILER, "-std=c++17", "-O0", f"-I{ROOT}", *sources, "-o", program], check=True)
+    subprocess.run(
+        [COMPILER, "-std=c++17", "-O0", f"-I{ROOT}", f"-I{ROOT / 'csrc'}", *sources, "-o", program], check=True
+    )
     lines = subprocess.run([program], check=True, capture_output=True, text=True).stdout.splitlines()
     SOFTCAP, BIASES, MASK, DROPOUT = 1, 2, 4, 8
     expected = []

@@ -181,6 +181,9 @@ function(ascendc_library name kind)
   add_library(${{name}} ${{kind}} ${{CMAKE_BINARY_DIR}}/empty.cpp)
   file(APPEND {log} "ascendc_library ${{name}} ${{kind}} ${{SOC_VERSION}} ${{ARGN}}\n")
 endfunction()
+function(ascendc_include_directories name)
+  file(APPEND {log} "ascendc_include_directories ${{name}} ${{ARGN}}\n")
+endfunction()
 function(ascendc_compile_definitions name)
   file(APPEND {log} "ascendc_compile_definitions ${{name}} ${{ARGN}}\n")
 endfunction()
@@ -320,6 +323,8 @@ def test_build_for_an_npu(version: str, debug: bool, make_project) -> None:
     for headers in (packages / "torch_npu" / "include", Path(torch.__file__).parent / "include", cann / "include"):
         assert str(headers) in binding
     (launch,) = (line for line in told if line.endswith("npu/launch.cpp"))
+    csrc = project / "ascend_c" / ".." / "csrc"
+    assert f"-I{csrc}" in launch.split() and f"-I{csrc}" in binding.split()
     assert str(cann / "include") in launch and "torch" not in launch.replace(str(project), "")
     assert "-fPIC" in launch.split()
     if version.startswith("8"):
@@ -328,6 +333,7 @@ def test_build_for_an_npu(version: str, debug: bool, make_project) -> None:
         assert sorted(Path(source).stem for source in library[4].split(";")) == KERNELS
         definition = "ASCENDC_DEBUG" if debug else "ASCENDC_DUMP=0"  # without memory for printf the checks say nothing
         assert f"ascendc_compile_definitions flashattn_ext_kernels PRIVATE;{definition}" in told
+        assert f"ascendc_include_directories flashattn_ext_kernels PRIVATE;{csrc}" in told
         assert "ascendc_compile_options flashattn_ext_kernels PRIVATE;--cce-auto-sync=off" in told
         assert "FLASHATTN_ASC" not in launch and "--cce-auto-sync" not in launch
     else:  # bisheng compiles the sources with kernels and links, with the C++ compiler's libraries

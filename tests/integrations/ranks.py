@@ -145,7 +145,7 @@ def biases_and_masks_follow(mesh: DeviceMesh) -> None:
 
 @check
 def biases_of_sixteen_bit_calls_follow(mesh: DeviceMesh) -> None:
-    """ALiBi slopes and a relative bias in 16 bits: the forward keeps the centres of rows for the gradients (csrc/bias.h)."""
+    """ALiBi slopes and a relative bias in 16 bits: the forward keeps the centres of rows for the gradients (csrc/rules/bias.h)."""
     halves = {name: t.bfloat16() for name, t in _inputs(mesh).items()}
     tensors = {**halves, "alibi_slopes": _random(mesh, 4).abs(), "relative_bias": _random(mesh, 4, 11)}
     for placement in (Shard(0), Shard(2), Replicate()):

@@ -139,7 +139,7 @@ FAR = {
 @pytest.mark.parametrize("name", FAR)
 @pytest.mark.parametrize("bias", ["alibi_slopes", "relative_bias"])
 def test_sums_over_rows_of_far_keys(device: str, dtype: torch.dtype, name: str, bias: str) -> None:
-    """Every dS of a row has the error of <dout, out>, which sums over rows multiply by the mean distance of the row's keys (csrc/bias.h)."""
+    """Every dS of a row has the error of <dout, out>, which sums over rows multiply by the mean distance of the row's keys (csrc/rules/bias.h)."""
     backend = flashattn_ext._C.forced_backend() or device
     if backend.startswith(("ascend", "npu")) or (dtype == torch.float32 and backend != "cpu"):
         return  # these keep no centres of rows: tests/helpers.py has the bounds

@@ -259,7 +259,7 @@ def test_more_than_two_to_the_31_elements(H: int, D: int, deterministic: bool, a
     """Also more batch entries than a grid has rows. Rows of 16 queries keep the sums of dq, in whole tiles, within 80 GB.
 
     The last `alone` batch entries must have the same bits in a call of their own. Many short heads have a backward of their own
-    (sm90/heads.cuh) with other bits, except in deterministic calls. The call of 64 batch entries runs there, too: its 2048 heads are more
+    (sm90/backward_short/heads.cuh) with other bits, except in deterministic calls. The call of 64 batch entries runs there, too: its 2048 heads are more
     than three for each multiprocessor.
     """
     B, S = 70000, 16

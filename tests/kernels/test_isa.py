@@ -109,7 +109,17 @@ def test_what_is_compiled_for_one_is_in_its_namespace(name: str, tmp_path: Path)
     """Of two definitions of an inline function the linker keeps either, even the copy compiled for a newer CPU."""
     compiler, compiled = os.environ.get("CXX", "c++").split(), tmp_path / "kernels.o"
     # Without optimisation nothing is inlined, so that every function has a symbol.
-    command = [*compiler, "-std=c++17", "-O0", "-w", "-c", str(KERNELS / f"{name}.cpp"), "-o", str(compiled)]
+    command = [
+        *compiler,
+        "-std=c++17",
+        "-O0",
+        "-w",
+        f"-I{KERNELS.parents[1]}",
+        "-c",
+        str(KERNELS / f"{name}.cpp"),
+        "-o",
+        str(compiled),
+    ]
     subprocess.run(command, check=True)
     table = subprocess.run(["nm", "-C", "--defined-only", str(compiled)], capture_output=True, text=True, check=True)
     functions = [line.split(" ", 2)[2] for line in table.stdout.splitlines() if line.split()[1] in "TWu"]

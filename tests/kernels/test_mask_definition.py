@@ -1,4 +1,4 @@
-"""csrc/mask.h, which every backend includes, answers as the rule of a causal or windowed mask does, pair by pair."""
+"""csrc/rules/mask.h, which every backend includes, answers as the rule of a causal or windowed mask does, pair by pair."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PROGRAM = r"""
 #include <cstdio>
 #include <cstdlib>
 #include <initializer_list>
-#include "mask.h"
+#include "rules/mask.h"
 
 using namespace flashattn_ext;
 

@@ -1,4 +1,4 @@
-"""csrc/score.h, which every backend includes: logits, their order, and the derivative of the softcap."""
+"""csrc/rules/score.h, which every backend includes: logits, their order, and the derivative of the softcap."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PROGRAM = r"""
 #include <cstdlib>
 #include <initializer_list>
 #include <limits>
-#include "score.h"
+#include "rules/score.h"
 
 using namespace flashattn_ext;
 

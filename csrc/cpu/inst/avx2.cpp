@@ -1,6 +1,6 @@
 // The CPU kernels for AVX2 with FMA and F16C (Haswell, Zen and later).
 #if defined(__x86_64__)
-#include "std.h"
+#include "cpu/inst/std.h"
 
 #define FLASHATTN_ISA avx2
 #define FLASHATTN_ISA_AVX2

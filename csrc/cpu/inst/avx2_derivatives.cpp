@@ -1,3 +1,3 @@
 // The kernels of derivatives for AVX2.
-#define FLASHATTN_INSTANTIATED "../instantiate_derivatives.h"
-#include "avx2.cpp"
+#define FLASHATTN_INSTANTIATED "cpu/inst/instantiate_derivatives.h"
+#include "cpu/inst/avx2.cpp"

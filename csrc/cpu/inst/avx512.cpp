@@ -1,6 +1,6 @@
 // The CPU kernels for AVX-512 (Skylake-X and later).
 #if defined(__x86_64__)
-#include "std.h"
+#include "cpu/inst/std.h"
 
 #define FLASHATTN_ISA avx512
 #define FLASHATTN_ISA_AVX512

@@ -1,5 +1,5 @@
 // The CPU kernels for AVX-512 with VDPBF16PS (Cooper Lake, Sapphire Rapids, Zen 4 and later).
-#include "std.h"
+#include "cpu/inst/std.h"
 
 #if defined(FLASHATTN_HAVE_AVX512_BF16)
 

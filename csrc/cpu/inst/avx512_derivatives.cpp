@@ -1,3 +1,3 @@
 // The kernels of derivatives for AVX-512.
-#define FLASHATTN_INSTANTIATED "../instantiate_derivatives.h"
-#include "avx512.cpp"
+#define FLASHATTN_INSTANTIATED "cpu/inst/instantiate_derivatives.h"
+#include "cpu/inst/avx512.cpp"

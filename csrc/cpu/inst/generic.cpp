@@ -1,5 +1,5 @@
 // The CPU kernels in the compiler's own vectors, for every CPU that the build targets (SSE2 on x86-64, NEON on Arm).
-#include "std.h"
+#include "cpu/inst/std.h"
 
 #define FLASHATTN_ISA generic
 #define FLASHATTN_KERNELS kGenericKernels

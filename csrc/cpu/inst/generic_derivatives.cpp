@@ -1,3 +1,3 @@
 // The kernels of derivatives for every CPU.
-#define FLASHATTN_INSTANTIATED "../instantiate_derivatives.h"
-#include "generic.cpp"
+#define FLASHATTN_INSTANTIATED "cpu/inst/instantiate_derivatives.h"
+#include "cpu/inst/generic.cpp"

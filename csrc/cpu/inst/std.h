@@ -5,7 +5,7 @@
 // What a source of this folder instantiates. Each *_derivatives.cpp defines it before it includes the source of its
 // instruction set; the two compile in parallel.
 #if !defined(FLASHATTN_INSTANTIATED)
-#define FLASHATTN_INSTANTIATED "../instantiate.h"
+#define FLASHATTN_INSTANTIATED "cpu/inst/instantiate.h"
 #endif
 
 #include <algorithm>
@@ -29,10 +29,10 @@
 #include <immintrin.h>
 #endif
 
-#include "../../derivative_params.h"
-#include "../../dropout.h"
-#include "../../key_locator.h"
-#include "../../mask.h"
-#include "../../params.h"
-#include "../../seqlen.h"
-#include "../kernels.h"
+#include "backend/key_locator.h"
+#include "cpu/kernels.h"
+#include "derivative_params.h"
+#include "params.h"
+#include "rules/dropout.h"
+#include "rules/mask.h"
+#include "rules/seqlen.h"

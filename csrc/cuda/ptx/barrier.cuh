@@ -2,7 +2,7 @@
 // "setmaxnreg").
 #pragma once
 
-#include "memory.cuh"
+#include "cuda/ptx/memory.cuh"
 
 namespace flashattn_ext::ptx {
 

@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-#include "memory.cuh"
+#include "cuda/ptx/memory.cuh"
 
 namespace flashattn_ext::ptx {
 

@@ -2,7 +2,7 @@
 // ISA, "mapa", "st.async", "barrier.cluster").
 #pragma once
 
-#include "barrier.cuh"
+#include "cuda/ptx/barrier.cuh"
 
 namespace flashattn_ext::ptx {
 

@@ -4,7 +4,7 @@
 
 #include <cuda.h>
 
-#include "barrier.cuh"
+#include "cuda/ptx/barrier.cuh"
 
 namespace flashattn_ext::ptx {
 

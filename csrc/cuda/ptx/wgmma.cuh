@@ -8,7 +8,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include "memory.cuh"
+#include "cuda/ptx/memory.cuh"
 
 namespace flashattn_ext::ptx {
 

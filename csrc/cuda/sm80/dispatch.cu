@@ -1,6 +1,6 @@
 // The backend "cuda-sm80": every feature, on every GPU of compute capability 8.0 and newer.
-#include "../dispatch.cuh"
-#include "kernels.h"
+#include "cuda/dispatch.cuh"
+#include "cuda/sm80/kernels.h"
 
 namespace flashattn_ext {
 namespace {

@@ -1,11 +1,11 @@
 // The entry points of the sm_80 kernels. Each source that is compiled instantiates one of them for one element type,
-// class of head dims and some options: the rows of ../table/kernel_table.h.
+// class of head dims and some options: the rows of cuda/table/kernel_table.h.
 #pragma once
 
 #include <algorithm>
 
-#include "../table/kernels.h"
-#include "tiles.h"
+#include "cuda/sm80/shared/tiles.h"
+#include "cuda/table/kernels.h"
 
 namespace flashattn_ext::sm80 {
 
@@ -29,7 +29,7 @@ void second(const SecondParams& p);
 // calls would spill registers with it.
 constexpr bool tells_largest(Options options) { return includes(options, kIntervals); }
 
-// Rows for RowKernels (../dispatch.cuh).
+// Rows for RowKernels (cuda/dispatch.cuh).
 struct ForwardRows {
   using Kernel = ForwardKernel;
   static constexpr const auto& kTable = kernel_table::kSm80Forward;

@@ -1,9 +1,9 @@
 // The backend "cuda-sm90": Hopper kernels for 16-bit types; calls that have none run the sm80/ kernels whose rows are
 // for every GPU.
-#include "../common/tile_order.cuh"
-#include "../dispatch.cuh"
-#include "../sm80/kernels.h"
-#include "kernels.h"
+#include "cuda/dispatch.cuh"
+#include "cuda/sm80/kernels.h"
+#include "cuda/sm90/kernels.h"
+#include "cuda/stages/tile_order.cuh"
 
 namespace flashattn_ext {
 namespace {

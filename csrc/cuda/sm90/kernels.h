@@ -1,12 +1,12 @@
 // The entry points of the sm_90 kernels. Each source that is compiled instantiates one of them for one element type,
-// class of head dims and some options: the rows of ../table/kernel_table.h.
+// class of head dims and some options: the rows of cuda/table/kernel_table.h.
 #pragma once
 
-#include "../decode/few_rows.h"
-#include "../decode/packed.h"
-#include "../table/kernels.h"
-#include "tiles.h"
-#include "transposed_values.h"
+#include "cuda/decode/few_rows/few_rows.h"
+#include "cuda/decode/few_rows/packed.h"
+#include "cuda/sm90/fp8/transposed_values.h"
+#include "cuda/sm90/shared/tiles.h"
+#include "cuda/table/kernels.h"
 
 namespace flashattn_ext::sm90 {
 
@@ -57,7 +57,7 @@ size_t second_bytes(const SecondParams& p);
 template <class T, int kHeadDim, Options kOptions, int kHeadDimV>
 void second(const SecondParams& p);
 
-// Rows for RowKernels (../dispatch.cuh).
+// Rows for RowKernels (cuda/dispatch.cuh).
 struct ForwardRows {
   using Kernel = ForwardKernel;
   static constexpr const auto& kTable = kernel_table::kSm90Forward;

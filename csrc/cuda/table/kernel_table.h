@@ -2,7 +2,7 @@
 // which kernels exist reads this file:
 //   - csrc/sources.py: the sources that a build compiles, the architectures of each, the registers that each may spill,
 //     and the page docs/cuda_kernels.md;
-//   - ../dispatch.cuh and ../decode/: a call runs the first row that serves it (serves() in rows.h), and supports()
+//   - cuda/dispatch.cuh and cuda/decode/: a call runs the first row that serves it (serves() in rows.h), and supports()
 //     refuses a call that no row serves;
 //   - the kernels: their tile;
 //   - `flashattn-ext bench tune`: the tiles of a row that compete, of which the build has the first.
@@ -16,11 +16,11 @@
 //
 // Notes are TFLOP/s on an H200 (bf16; full / causal, S = 4096 where none is named; rows with a Mask: one document /
 // documents of a mean of 1024 tokens, both causal and S = 16384), of the first tile and of others, or what decided
-// otherwise; the logs in docs/logs/ have the experiments.
+// otherwise; the logs in lab/logs/ have the experiments.
 #pragma once
 
-#include "rows.h"
-#include "tiles.h"
+#include "cuda/table/rows.h"
+#include "cuda/table/tiles.h"
 
 // clang-format off
 namespace flashattn_ext::kernel_table {
@@ -248,7 +248,7 @@ inline constexpr KernelRow<sm90::ForwardTile> kSm90Forward[] = {
     {kBf16,  256,        kFp8General, kHopper, kMaySpill, {{2, 64, 2}}},
 };
 
-// Invariant calls without options, and with a Mask (sm90/invariant.cuh); other invariant calls run general kernels. Tiles
+// Invariant calls without options, and with a Mask (cuda/sm90/invariant/invariant.cuh); other invariant calls run general kernels. Tiles
 // as above. Both rows of a class have the same keys: a Mask that hides nothing of a row changes none of its bits.
 inline constexpr KernelRow<sm90::ForwardTile> kSm90Invariant[] = {
     // the tiles of the plain rows of kSm90Forward:
@@ -260,7 +260,7 @@ inline constexpr KernelRow<sm90::ForwardTile> kSm90Invariant[] = {
     {k16Bit, 256, kIntervals, kHopper, kMaySpill, {{2, 64, 2}}},
 };
 
-// Some dozens of rows of a KV head (sm90/packed.cuh). Tiles as in kSm90Forward.
+// Some dozens of rows of a KV head (cuda/sm90/few_rows/packed.cuh). Tiles as in kSm90Forward.
 inline constexpr KernelRow<sm90::ForwardTile> kSm90Packed[] = {
     // stages of 128 KB in all, as at 128:
     {k16Bit, 64,  kPlain, kHopper, kMaySpill, {{2, 128, 4}}},
@@ -270,7 +270,7 @@ inline constexpr KernelRow<sm90::ForwardTile> kSm90Packed[] = {
     {k16Bit, 256, kPlain, kHopper, kMaySpill, {{2, 64, 2}}},
 };
 
-// Tiles: {keys, queries, stages of queries, stages of keys[, order]}. Dropout and the centres of rows (csrc/bias.h) take
+// Tiles: {keys, queries, stages of queries, stages of keys[, order]}. Dropout and the centres of rows (csrc/rules/bias.h) take
 // some shared memory, but do not change the queries, which define the order of the sums of dq. General calls, and calls
 // with scores above 128, run the general rows of kSm80Backward: in such a kernel for Hopper ptxas serialises wgmma
 // (C7510), and it took 1.35 times the time.
@@ -333,7 +333,7 @@ inline constexpr KernelRow<sm90::BackwardTile> kSm90Backward[] = {
     {k16Bit, 512,        kPlain,     kHopper, kMaySpill, {{64, 64, 2, 1}}},
 };
 
-// The backward of many short sequences (sm90/heads.cuh). Tiles as in kSm90Backward.
+// The backward of many short sequences (cuda/sm90/backward_short/heads.cuh). Tiles as in kSm90Backward.
 inline constexpr KernelRow<sm90::BackwardTile> kSm90Heads[] = {
     // 32x32x512 full / causal 0.428 / 0.286 ms; kSm90Backward: 0.502 / 0.421
     {k16Bit, 64,  kPlain, kHopper, 48, {{128, 128, 2, 2, kApart}}},
@@ -341,7 +341,7 @@ inline constexpr KernelRow<sm90::BackwardTile> kSm90Heads[] = {
     {k16Bit, 128, kPlain, kHopper, kMaySpill, {{128, 64, 2, 2, kApart}}},
 };
 
-// Forward mode (sm80/jvp.cuh): general kernels where a call has options, and in fp32. Tiles: {warps, row tiles of a warp, keys, resident thread blocks}.
+// Forward mode (cuda/sm80/derivatives/jvp.cuh): general kernels where a call has options, and in fp32. Tiles: {warps, row tiles of a warp, keys, resident thread blocks}.
 inline constexpr KernelRow<sm80::ForwardTile> kSm80Jvp[] = {
     // no figures of other tiles:
     {k16Bit, 64,  kPlain,     kOtherGpus, kMaySpill, {{4, 2, 32, 2}}},  // 311 / 290 (2x32x4096, H100)
@@ -357,14 +357,14 @@ inline constexpr KernelRow<sm80::ForwardTile> kSm80Jvp[] = {
     {kFp32,  256, kGeneral,   kEveryGpu,  kMaySpill, {{1, 1, 32, 1}}},
 };
 
-// The same on Hopper (sm90/jvp.cuh). Tiles as in kSm90Forward, with the tangents of keys and values in each stage.
+// The same on Hopper (cuda/sm90/derivatives/jvp.cuh). Tiles as in kSm90Forward, with the tangents of keys and values in each stage.
 inline constexpr KernelRow<sm90::ForwardTile> kSm90Jvp[] = {
     {k16Bit, 64,  kPlain, kHopper, 0, {{2, 96, 3}, {2, 64, 4}}},  // 644 / 584; 2 x 64: 641 / 584
     {k16Bit, 96,  kPlain, kHopper, 0, {{2, 80, 2}, {2, 64, 2}}},  // 685 / 630; 2 x 64: 693 / 593
     {k16Bit, 128, kPlain, kHopper, 0, {{2, 64, 2}}},  // 751 / 675 (2x16x4096); 80 keys spill
 };
 
-// The backward with few queries for many keys (sm90/resident.cuh). Tiles: {packed rows, keys, stages of keys}.
+// The backward with few queries for many keys (cuda/sm90/few_rows/resident.cuh). Tiles: {packed rows, keys, stages of keys}.
 inline constexpr KernelRow<sm90::ResidentTile> kSm90Resident[] = {
     // 8x16384 with 64 rows, relative to a copy: 0.74 (16:16 heads); the kernels for many queries: 0.49
     {k16Bit, 64,  kPlain, kHopper, 48, {{128, 64, 8}}},
@@ -372,7 +372,7 @@ inline constexpr KernelRow<sm90::ResidentTile> kSm90Resident[] = {
     {k16Bit, 128, kPlain, kHopper, 20, {{128, 64, 4}}},
 };
 
-// Second derivatives (sm80/second.cuh). Tiles as in kSm80Backward.
+// Second derivatives (cuda/sm80/derivatives/second.cuh). Tiles as in kSm80Backward.
 inline constexpr KernelRow<sm80::BackwardTile> kSm80Second[] = {
     // no figures of other tiles:
     // 185 / 179 (2x32x4096, H100)
@@ -391,13 +391,13 @@ inline constexpr KernelRow<sm80::BackwardTile> kSm80Second[] = {
 };
 
 // The same on Hopper. Tiles: {keys, queries, stages of queries}. With 128 keys each warpgroup has 64 of them
-// (sm90/second_apart.cuh), with 64 both have all (sm90/second.cuh).
+// (cuda/sm90/derivatives/second_apart.cuh), with 64 both have all (cuda/sm90/derivatives/second.cuh).
 inline constexpr KernelRow<sm90::SecondTile> kSm90Second[] = {
     {k16Bit, 64,  kPlain, kHopper, 0, {{128, 64, 3}}},  // 495 / 469; 64 keys and 128 queries: 318 / 290
     {k16Bit, 128, kPlain, kHopper, 0, {{64, 64, 2}}},  // 446 / 399 (2x16x4096); a third stage does not fit
 };
 
-// Decoding (decode/split.cuh), on every GPU. Tiles: {row tiles of a warp, warps along the rows, warps along the columns,
+// Decoding (cuda/decode/split/split.cuh), on every GPU. Tiles: {row tiles of a warp, warps along the rows, warps along the columns,
 // keys, stages, KV heads}. A class has a kernel for 16 packed rows and, up to 256, one for 64, for prefill and for
 // speculative decoding with many query heads for each KV head; the most frequent classes also have one for 32, where the
 // two warps of a team read the same keys. A call runs the smallest tile that holds its rows. Up to 256 columns each warp
@@ -446,7 +446,7 @@ inline constexpr DecodeRow kDecode[] = {
     {kE4m3,  512, kMaySpill, {1, 1, 2, 32, 2}},
 };
 
-// The backward with few queries (decode/backward.cuh), on every GPU, by row tiles of 16 packed rows. On Hopper
+// The backward with few queries (cuda/decode/few_rows/backward.cuh), on every GPU, by row tiles of 16 packed rows. On Hopper
 // kSm90Resident serves 17 packed rows and more if the rows of dk and dv are aligned.
 inline constexpr FewRowsRow kFewRowsBackward[] = {
     // a call runs the smallest that holds its rows:

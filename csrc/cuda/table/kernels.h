@@ -1,9 +1,9 @@
 // The entry points of one row of kernel_table.h for one element type.
 #pragma once
 
-#include "../../derivative_params.h"
-#include "../common/chunks.h"
-#include "rows.h"
+#include "cuda/host/chunks.h"
+#include "cuda/table/rows.h"
+#include "derivative_params.h"
 
 namespace flashattn_ext {
 

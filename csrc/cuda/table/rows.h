@@ -3,8 +3,8 @@
 
 #include <cstddef>
 
-#include "../common/options.h"
-#include "tiles.h"
+#include "cuda/table/options.h"
+#include "cuda/table/tiles.h"
 
 struct __half;
 struct __nv_bfloat16;

@@ -43,7 +43,7 @@ struct ForwardTile {
 };
 
 // How the warpgroups of the backward share the tensor cores. The fastest order depends on register pressure and was
-// measured: docs/logs/sm90_backward.md.
+// measured: lab/logs/sm90_backward.md.
 enum class BackwardOrder {
   kPingPong,     // ping-pong: one issues products while the other computes, twice a step, with dq in the next step
   kThreePhases,  // ping-pong, three times a step, with dq in the same step: for head dims that leave few registers

@@ -1,0 +1,199 @@
+// What the backward (backward.h) and its derivative (second.h) share: the walk of a key tile over the query tiles that
+// see it, the ordered sums for dq, and the distribution of the key tiles.
+#pragma once
+
+#include "cpu/backward/backward_prepare.h"
+#include "cpu/score/isolated_rows.h"
+#include "cpu/score/scores.h"
+#include "cpu/vectors/schedule.h"
+
+namespace flashattn_ext {
+namespace FLASHATTN_ISA {
+
+// The rows of one input of a key tile: as staged rows, and as the B operand of a product for dq.
+template <class In, class Op>
+class KeyRowsOperand {
+  using Unit = typename Op::Unit;
+
+ public:
+  // wanted: false for an input that is absent, which takes no memory.
+  KeyRowsOperand(const AttnParams& p, const TileSize& size, int64_t units, bool wanted, ScratchCarver* carve)
+      : staged_(carve->take<Unit>(wanted ? size.keys * units : 0)),
+        panels_memory_(carve->take<Unit>(wanted ? row_panel_units<Op>(size.keys, units) : 0)),
+        isolated_(wanted && p.has_intervals(), size.keys, units, carve),
+        units_(units),
+        has_intervals_(p.has_intervals()) {}
+
+  void load(const In* from, int64_t stride, int64_t count, int64_t columns) {
+    count_ = count;
+    rows = stage_rows<Op>(from, stride, count, columns, staged_);
+    panels_ = row_panels<Op>(rows, count, units_, panels_memory_);
+    panels_are_finite_ = false;
+    if (has_intervals_) finite_ = isolated_.find(from, stride, count, columns, rows);
+  }
+  // The B operand, without its non-finite rows if `isolates` (isolated_rows.h).
+  const Panels<Op>& panels(bool isolates) {
+    const bool finite = isolates && isolated_.any();
+    if (panels_are_finite_ != finite) {
+      panels_ = row_panels<Op>(finite ? finite_ : rows, count_, units_, panels_memory_);
+      panels_are_finite_ = finite;
+    }
+    return panels_;
+  }
+  // Adds the rows that the last call of panels() left out: to[row] += weight(row, key) * (row of the key).
+  template <class Weight>
+  void add_isolated(typename Op::Real* to, int64_t stride, const PanelMask<Op>& mask, Weight weight) const {
+    if (panels_are_finite_) isolated_.add(to, stride, RowsThatSee<Op>{mask.limits()}, weight);
+  }
+
+  StagedRows<Op> rows{};
+
+ private:
+  Unit *staged_, *panels_memory_;
+  IsolatedRows<In, Op> isolated_;
+  int64_t units_, count_ = 0;
+  bool has_intervals_, panels_are_finite_ = false;  // whether panels_ leave out non-finite rows
+  StagedRows<Op> finite_{};
+  Panels<Op> panels_{};
+};
+
+// A worker's state of one key tile. Kernel derives from it and has
+// query_tile(const HeadMask& mask, int64_t h, int64_t number), for query tile `number` of query head h.
+template <class Kernel, class Params, class In, class Op, class Rule>
+class KeyTileWalk {
+ protected:
+  using Real = typename Op::Real;
+
+  KeyTileWalk(const Params& params, const BackwardWorkspace<In, Op>& call_workspace)
+      : p(params), workspace(call_workspace), size(workspace.size), rule(make_rule<Rule>(params)) {
+    if (p.has_dropout()) {
+      philox = philox_key(static_cast<uint64_t>(p.rng_state[0]), static_cast<uint64_t>(p.rng_state[1]));
+    }
+  }
+
+  void begin(const WorkItem& item) {
+    batch = item.batch;
+    queries = query_sequence(p, batch);
+    keys = key_sequence(p, batch);
+    key_tile = item.tile;
+    key0 = key_tile * size.keys;
+    key_count = lesser(size.keys, keys.length - key0);
+  }
+
+  // All query tiles of query head h that see the key tile. tile_of_call: the key tile, counted through all batch
+  // entries.
+  void walk(BiasGradient<Op>& bias_gradient, int64_t h, int64_t tile_of_call) {
+    const HeadMask mask(p, batch, h, queries, KeyLocator(p, batch));
+    if constexpr (kIsGeneral<Rule>) {
+      bias = HeadBias<Real>::of(p, batch, h);
+      bias_gradient.begin_head(batch, h, queries.length, key0, mask.basic.first_position());
+    }
+    const IndexRange seen_by = mask.basic.rows_of(key0, key0 + key_count);
+    for (int64_t m = seen_by.begin / size.queries; m * size.queries < seen_by.end; ++m) {
+      const IndexRange rows{m * size.queries, lesser((m + 1) * size.queries, queries.length)};
+      if (mask.sees_tile(size.keys, rows, key_tile)) {
+        static_cast<Kernel*>(this)->query_tile(mask, h, m);
+      } else if constexpr (kIsGeneral<Rule>) {
+        bias_gradient.skip_tile(rows.begin, key0, workspace.bias_turns);
+      }
+    }
+    if constexpr (kIsGeneral<Rule>) bias_gradient.end_head(tile_of_call, key0, key_count, workspace.bias_turns);
+  }
+
+  // Whether rows [begin, end) of the sequence see no key of another tile.
+  bool see_no_other_tile(const HeadMask& mask, IndexRange rows) const {
+    return mask.previous_tile(size.keys, rows, key_tile) < 0 && mask.next_tile(size.keys, rows, key_tile) < 0;
+  }
+
+  // Calls add(sum, stride, is_first), which adds this key tile's part to the dq of query tile `number` of head h, or
+  // assigns it if is_first. Key tiles take turns in ascending order (turns.h).
+  template <class Add>
+  void add_to_dq(const HeadMask& mask, int64_t h, int64_t number, int64_t rows, Add add) {
+    const IndexRange tile_rows{number * size.queries, number * size.queries + rows};
+    const int64_t previous = mask.previous_tile(size.keys, tile_rows, key_tile);
+    const bool is_last = mask.next_tile(size.keys, tile_rows, key_tile) < 0;
+    const int64_t first_row = workspace.first_row(p, batch, queries), row = queries.start + tile_rows.begin;
+    Real* sum = workspace.dq_in_place
+                    ? row_of<Real>(p.dq, batch, h, row)
+                    : workspace.dq + (h * workspace.rows + first_row + tile_rows.begin) * workspace.dq_columns;
+    const int64_t stride = workspace.dq_in_place ? p.dq.row_stride : workspace.dq_columns;
+    Turn& turn = workspace.dq_turn(h, first_row, batch, number);
+    wait_for_turn(turn, previous + 1);
+    add(sum, stride, previous < 0);
+    for (int64_t i = 0; is_last && !workspace.dq_in_place && i < rows; ++i) {
+      narrow_row(row_of<In>(p.dq, batch, h, row + i), sum + i * stride, p.head_dim, Real(1));
+    }
+    end_turn(turn, key_tile + 1);
+  }
+
+  // Writes the sums for the keys of this tile, times `scale`, to a gradient of the keys or values.
+  void write_key_rows(const TensorView& to, int64_t hk, Real* sums, int64_t stride, int64_t columns, Real scale) const {
+    for (int64_t j = 0; j < key_count; ++j) {
+      narrow_row(row_of<In>(to, batch, hk, keys.start + key0 + j), sums + j * stride, columns, scale);
+    }
+  }
+
+  // Reads the statistics of `rows` rows of head h from `row` on, an index into the tensors. delta_of_rows: in the
+  // workspace. delta_scale: the factor of delta and dlse (GradientScales).
+  void load_statistics(KnownRows<Real>& to, int64_t h, int64_t row, int64_t rows, int64_t lane_count,
+                       const Real* delta_of_rows, Real delta_scale) const {
+    const Real sink = p.sink ? static_cast<const Real*>(p.sink)[h] : Real(0);
+    const bool has_sink = p.has_sink && sink_counts(sink);
+    to.lse.begin(!kIsGeneral<Rule>);
+    for (int64_t i = 0; i < lane_count; ++i) {
+      using Words = LseWords<Real>;
+      const Words words = i < rows ? Words::of(p, batch, h, row + i) : Words::of_no_key();
+      to.lse.set(i, words);
+      to.delta[i] = i < rows ? delta_of_rows[i] * delta_scale : Real(0);
+      to.dlse[i] = i < rows ? lse_gradient<Real>(p, batch, h, row + i) * delta_scale : Real(0);
+      to.sink_weight[i] = has_sink ? std::exp2(words.sink_log2_weight(sink)) : Real(0);
+      to.error[i] = weight_error(words.top);
+    }
+  }
+
+  const Params& p;
+  const BackwardWorkspace<In, Op>& workspace;
+  const TileSize size;
+  const Rule rule;
+  PhiloxKey philox{0, 0};
+  HeadBias<Real> bias;  // of the current query head
+  int64_t batch = 0, key_tile = 0, key0 = 0, key_count = 0;
+  Sequence queries{0, 0}, keys{0, 0};
+};
+
+// Calls body(b, h) for every query head of every batch entry.
+template <class Body>
+inline void for_heads(const AttnParams& p, Body body) {
+  std::atomic<int64_t> next{0};
+  run_workers(*static_cast<const CpuExecutor*>(p.stream), p.batch * p.heads_q, [&](int) {
+    int64_t item;
+    while ((item = next.fetch_add(1, std::memory_order_relaxed)) < p.batch * p.heads_q) {
+      body(item / p.heads_q, item % p.heads_q);
+    }
+  });
+}
+
+// Runs all key tiles. kernel_of(worker) makes the kernel of a worker, whose run(item) processes a key tile of a KV
+// head.
+template <class In, class Op, class KernelOf>
+inline void run_key_tiles(const AttnGradParams& p, const BackwardWorkspace<In, Op>& workspace, KernelOf kernel_of) {
+  // Key tiles ascend within a batch entry, so that a worker that waits for earlier additions to dq waits only for items
+  // that were drawn earlier.
+  auto tiles_of = [&](int64_t b) { return ceil_div(key_sequence(p, b).length, workspace.size.keys); };
+  int64_t items = 0;
+  for (int64_t b = 0; b < p.batch; ++b) items += tiles_of(b) * p.heads_k;
+  // If heads add in order to a shared bias gradient, a group of heads completes its walk before the next group may add:
+  // adjacent items must then not belong to the same key tile.
+  const bool heads_first = SharedBias(p).heads && p.group_size() > 1;
+  workspace.bias_turns.reset();
+  std::atomic<int64_t> next{0};
+  run_workers(*static_cast<const CpuExecutor*>(p.stream), items, [&](int worker) {
+    auto kernel = kernel_of(worker);
+    WorkCursor cursor(p.batch, p.heads_k, heads_first);
+    WorkItem item;
+    while (cursor.find(next.fetch_add(1, std::memory_order_relaxed), tiles_of, &item)) kernel.run(item);
+  });
+}
+
+}  // namespace FLASHATTN_ISA
+}  // namespace flashattn_ext

@@ -1,0 +1,64 @@
+// The choice of a kernel's template arguments by the params of a call.
+#pragma once
+
+#include "cpu/score/score_rules.h"
+#include "cpu/vectors/convert.h"
+#include "cpu/vectors/gemm.h"
+
+namespace flashattn_ext {
+namespace FLASHATTN_ISA {
+
+#if defined(FLASHATTN_ISA_AVX512_BF16)
+using BFloat16Op = Bf16DotOp;
+#else
+using BFloat16Op = FmaOp<float>;
+#endif
+
+// Calls body(In{}, Op{}, Accuracy{}) with the types that belong to a dtype: all but fp8, which has no derivatives.
+template <class Body>
+inline auto for_dtype(DType dtype, Body body) {
+#if defined(FLASHATTN_ISA_AVX512_BF16)
+  (void)dtype;  // bf16: cpu_kernels() chooses the table of avx512 for the other dtypes
+  return body(BFloat16{}, BFloat16Op{}, Exp2Half{});
+#else
+  switch (dtype) {
+    case DType::kFloat16:
+      return body(Float16{}, FmaOp<float>{}, Exp2Half{});
+    case DType::kBFloat16:
+      return body(BFloat16{}, BFloat16Op{}, Exp2Half{});
+    case DType::kFloat64:
+      return body(double{}, FmaOp<double>{}, Exp2Full{});
+    default:
+      return body(float{}, FmaOp<float>{}, Exp2Full{});
+  }
+#endif
+}
+
+// The same for the forward and decoding, with In as the type of keys and values (fp8.h).
+template <class Body>
+inline auto for_inputs(const AttnParams& p, Body body) {
+  if (p.is_fp8) return body(Float8{}, BFloat16Op{}, Exp2Half{});
+  return for_dtype(p.dtype, body);
+}
+
+// Calls body(In{}, Op{}, Accuracy{}, rule) with the rule of the call as a null pointer to its type. kOrdered: of the
+// forward; see PlainScore.
+template <bool kOrdered, class Body>
+inline void for_rule(const AttnParams& p, Body body) {
+  const auto with_rule = [&](auto in, auto op, auto accuracy) {
+    using Real = typename decltype(op)::Real;
+    if (p.softcap > 0 || p.has_bias()) {
+      body(in, op, accuracy, static_cast<GeneralScore<Real, decltype(accuracy)>*>(nullptr));
+    } else {
+      body(in, op, accuracy, static_cast<PlainScore<Real, kOrdered>*>(nullptr));
+    }
+  };
+  if constexpr (kOrdered) {
+    for_inputs(p, with_rule);
+  } else {
+    for_dtype(p.dtype, with_rule);
+  }
+}
+
+}  // namespace FLASHATTN_ISA
+}  // namespace flashattn_ext

@@ -1,0 +1,39 @@
+// Instantiates the kernels of derivatives for the instruction set of the including file (inst/*_derivatives.cpp), and
+// fills the table to which its CpuKernels point.
+#pragma once
+
+#include "cpu/derivatives/jvp.h"
+#include "cpu/derivatives/second.h"
+#include "cpu/inst/for_types.h"
+
+namespace flashattn_ext {
+namespace FLASHATTN_ISA {
+
+inline int64_t jvp_scratch_bytes(const JvpParams& p) {
+  return for_dtype(p.dtype,
+                   [&](auto in, auto op, auto) { return JvpScratch<decltype(in), decltype(op)>(p, nullptr).bytes; });
+}
+inline void jvp(const JvpParams& p) {
+  for_rule<false>(p, [&](auto in, auto op, auto accuracy, auto* rule) {
+    jvp<decltype(in), decltype(op), decltype(accuracy), std::decay_t<decltype(*rule)>>(p);
+  });
+}
+inline int64_t second_scratch_bytes(const SecondParams& p) {
+  return for_dtype(p.dtype,
+                   [&](auto in, auto op, auto) { return SecondScratch<decltype(in), decltype(op)>(p, nullptr).bytes; });
+}
+inline int64_t second_workspace_bytes(const SecondParams& p) {
+  return for_dtype(
+      p.dtype, [&](auto in, auto op, auto) { return SecondWorkspace<decltype(in), decltype(op)>(p, nullptr).bytes; });
+}
+inline void second(const SecondParams& p) {
+  for_rule<false>(p, [&](auto in, auto op, auto accuracy, auto* rule) {
+    second<decltype(in), decltype(op), decltype(accuracy), std::decay_t<decltype(*rule)>>(p);
+  });
+}
+
+extern const CpuDerivatives kDerivatives;
+const CpuDerivatives kDerivatives = {jvp_scratch_bytes, jvp, second_scratch_bytes, second_workspace_bytes, second};
+
+}  // namespace FLASHATTN_ISA
+}  // namespace flashattn_ext

@@ -1,0 +1,135 @@
+// Visibility within one pair of query tile and key tile: the ranges of head_mask.h, clipped to the two tiles and
+// widened to the granularity of the products.
+#pragma once
+
+#include "cpu/score/head_mask.h"
+
+namespace flashattn_ext {
+namespace FLASHATTN_ISA {
+
+// For each key of a tile the rows [first, last) that see it, counted from the beginning of the query tile.
+template <class Op>
+struct KeyRows {
+  using Real = typename Op::Real;
+
+  KeyRows(const TileSize& size, ScratchCarver* carve)
+      : first(carve->take<Real>(size.keys)),
+        last(carve->take<Real>(size.keys)),
+        groups(carve->take<IntervalExtremes>(ceil_div(size.keys, kTileRows))) {}
+
+  void fill(const HeadMask& mask, int64_t row0, int64_t rows, int64_t key0, int64_t keys) const {
+    for (int64_t group = 0; group * kTileRows < keys; ++group) {
+      IntervalExtremes extremes = IntervalExtremes::none();
+      for (int64_t j = group * kTileRows; j < lesser((group + 1) * kTileRows, keys); ++j) {
+        const IndexRange seen_by = mask.rows_of_key(key0 + j, {row0, row0 + rows});
+        const auto begin = static_cast<int32_t>(seen_by.begin - row0), end = static_cast<int32_t>(seen_by.end - row0);
+        first[j] = static_cast<Real>(begin);
+        last[j] = static_cast<Real>(end);
+        // A key that is masked for every row does not widen `any` and makes `all` empty.
+        extremes.add(begin < end ? IntervalExtremes{begin, end, begin, end} : IntervalExtremes{INT32_MAX, 0, 0, 0});
+      }
+      groups[group] = extremes;
+    }
+  }
+
+  Real *first, *last;        // [keys], as numbers of the compute type
+  IntervalExtremes* groups;  // [keys / kTileRows]: extremes of the keys of a register tile
+};
+
+// One query tile against one key tile. Rows and keys are counted from the beginning of their tile.
+template <class Op>
+class PanelMask {
+ public:
+  using Real = typename Op::Real;
+
+  // Fills `limits` if a comparison will need them. pads: whether lanes without a query are fully masked.
+  FLASHATTN_SHARED PanelMask(const HeadMask& mask, int64_t row0, int64_t rows, int64_t key0, int64_t keys, bool pads,
+                             const KeyRows<Op>& limits)
+      : mask_(mask.basic), limits_(limits), row0_(row0), rows_(rows), key0_(key0), keys_(keys), pads_(pads) {
+    const IndexRange tile_rows{row0, row0 + rows}, tile_keys{key0, key0 + keys};
+    has_groups_ = mask.interval_visibility(tile_rows, tile_keys) != Visibility::kAll;
+    is_whole_ = !has_groups_ && mask_.visibility(row0, row0 + rows, key0, key0 + keys) == Visibility::kAll;
+    if (!is_whole_ || (pads && rows % kPanel<Op>)) limits.fill(mask, row0, rows, key0, keys);
+  }
+
+  // Whether every query sees every key.
+  bool is_whole() const { return is_whole_; }
+  // Keys that rows [begin, end) see, widened to whole pairs of bfloat16, or to register tiles if intervals mask some.
+  IndexRange keys_of(int64_t begin, int64_t end) const {
+    end = lesser(end, rows_);
+    return has_groups_ ? groups_of(begin, end)
+                       : clip(mask_.keys_of(row0_ + begin, row0_ + end), key0_, keys_, Op::kPack);
+  }
+  // Rows that see keys [begin, end), the keys of one register tile.
+  IndexRange rows_of(int64_t begin, int64_t end) const {
+    if (!has_groups_) return clip(mask_.rows_of(key0_ + begin, key0_ + lesser(end, keys_)), row0_, rows_, Op::kPack);
+    const IntervalExtremes& group = limits_.groups[begin / kTileRows];
+    if (group.any_first >= group.any_last) return {0, 0};
+    return clip({group.any_first, group.any_last}, 0, rows_, Op::kPack);
+  }
+  // Keys for which the scores of the panel at `lane` are computed: all that the later products read, in groups of
+  // kTileRows queries or keys.
+  IndexRange panel_keys(int64_t lane) const {
+    const int64_t begin = lane / kTileRows * kTileRows;
+    const int64_t end = lesser(round_up(lane + kPanel<Op>, kTileRows), rows_);
+    return has_groups_ ? groups_of(begin, end)
+                       : clip(mask_.keys_of(row0_ + begin, row0_ + end), key0_, keys_, kTileRows);
+  }
+  // Whether every query of the panel at `lane` sees all of `keys`.
+  bool panel_is_full(int64_t lane, IndexRange keys) const {
+    if (pads_ && lane + kPanel<Op> > rows_) return false;
+    const int64_t end = lesser(lane + kPanel<Op>, rows_);
+    for (int64_t group = keys.begin / kTileRows; has_groups_ && group * kTileRows < keys.end; ++group) {
+      if (limits_.groups[group].visibility(lane, end) != Visibility::kAll) return false;
+    }
+    return mask_.visibility(row0_ + lane, row0_ + end, key0_ + keys.begin, key0_ + keys.end) == Visibility::kAll;
+  }
+  const KeyRows<Op>& limits() const { return limits_; }
+
+ private:
+  // Whole register tiles of keys, from the first to the last that any of the rows may see.
+  IndexRange groups_of(int64_t begin, int64_t end) const {
+    int64_t first = 0, last = ceil_div(keys_, kTileRows);
+    const auto hidden = [&](int64_t n) { return limits_.groups[n].visibility(begin, end) == Visibility::kNone; };
+    while (first < last && hidden(first)) ++first;
+    while (first < last && hidden(last - 1)) --last;
+    return {first * kTileRows, first < last ? lesser(last * kTileRows, keys_) : first * kTileRows};
+  }
+
+  // The part of a range that is in the tile, widened to whole granules. An empty range stays empty: the scores of a
+  // granule around it are masked and may not have been computed.
+  static IndexRange clip(IndexRange range, int64_t origin, int64_t length, int64_t granule) {
+    if (range.begin >= range.end) return {0, 0};
+    int64_t begin = greater<int64_t>(range.begin - origin, 0) / granule * granule;
+    int64_t end = lesser(round_up(greater<int64_t>(range.end - origin, 0), granule), length);
+    return {begin, greater(begin, end)};
+  }
+
+  Mask mask_;
+  const KeyRows<Op>& limits_;
+  int64_t row0_, rows_, key0_, keys_;
+  bool pads_, is_whole_;
+  bool has_groups_;  // intervals mask scores of this tile: ranges come from the groups of `limits`
+};
+
+// The range of units along k that the products need (gemm.h): the keys that some rows see, or the rows that see some
+// keys.
+template <class Op>
+struct KeysOfRows {
+  const PanelMask<Op>& mask;
+  IndexRange operator()(int64_t begin, int64_t end) const {
+    const IndexRange keys = mask.keys_of(begin, end);
+    return {keys.begin / Op::kPack, ceil_div(keys.end, Op::kPack)};
+  }
+};
+template <class Op>
+struct RowsOfKeys {
+  const PanelMask<Op>& mask;
+  IndexRange operator()(int64_t begin, int64_t end) const {
+    const IndexRange rows = mask.rows_of(begin, end);
+    return {rows.begin / Op::kPack, ceil_div(rows.end, Op::kPack)};
+  }
+};
+
+}  // namespace FLASHATTN_ISA
+}  // namespace flashattn_ext

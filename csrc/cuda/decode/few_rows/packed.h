@@ -1,0 +1,35 @@
+// Calls with some dozens of query rows for each KV head, on Hopper: split-KV on the tensor cores of the forward. The
+// rows of all query heads of a KV head (GQA) fill one tile, in blocks of 16 queries of one head, so that each key is
+// read once for all of them (cuda/sm90/few_rows/packed.cuh). combine.cu combines the parts.
+#pragma once
+
+#include <cstddef>
+
+#include "cuda/decode/split/plan.h"
+
+namespace flashattn_ext::decode {
+
+constexpr int kBlockRows = 16;  // queries of one head that are adjacent rows of a tile
+// Queries of a sequence above which the forward kernels are as fast, even for one long sequence.
+constexpr int64_t kMostPackedQueries = 128;
+
+// The kernel of a row of the table. The plan is a fixed one (plan.h), whose tasks are all rows of a KV head: their row
+// tiles share the slots of a part. In a forward a part has part_keys keys, which depend on the shapes of one sequence
+// only. A packed sequence of more keys finds its slots by the row at which its keys begin, so that there are at most
+// 2 * total_k / part_keys slots for a KV head, whatever max_seqlen_k is.
+struct PackedKernel {
+  void (*run)(const DecodeParams&, const Plan&) = nullptr;
+  int rows = 0;  // of a tile
+  int keys = 0;  // of a step
+  int columns = 0;
+};
+
+// Whether a call whose rows are aligned runs on the kernel, which may be nullptr. The choice does not depend on the
+// batch size.
+bool has_packed_rows(const DecodeParams& p, const PackedKernel* kernel);
+// Whether the rows of q and of the caches are aligned for TMA.
+bool has_aligned_rows(const DecodeParams& p);
+size_t packed_bytes(const DecodeParams& p, const PackedKernel& kernel);
+void run_packed(const DecodeParams& p, const PackedKernel& kernel);
+
+}  // namespace flashattn_ext::decode

@@ -1,0 +1,48 @@
+// The functions of scores.cuh for calls with softcap or biases. Warp-uniform branches select the score rule at run
+// time. Stored scores are logits in units of log2, with their biases.
+#pragma once
+
+#include "cuda/score/bias.cuh"
+#include "cuda/score/scores.cuh"
+#include "cuda/stages/bias_gradient.cuh"
+#include "cuda/tile/elements.cuh"
+
+namespace flashattn_ext {
+
+// Backward: as weigh_and_differentiate in scores.cuh with two words of lse, and checks the mask of every score. A
+// weight of 0 has no gradient, even if another operand is not finite: the bias may mask the score.
+template <class T, int kKeyTiles, int N, class BiasGradient, class Dropping>
+__device__ __forceinline__ void weigh_and_differentiate(float (&weights)[kKeyTiles][N][4],
+                                                        float (&dscores)[kKeyTiles][N][4], const GeneralScore& score,
+                                                        const TileBias<T, true, kKeyTiles, N>& bias,
+                                                        BiasGradient& bias_gradient, const float* top,
+                                                        const float* log2_sum, const float* delta,
+                                                        const SeenBy<kKeyTiles>& seen_by, Dropping& dropping) {
+  constexpr int kTogether = 2;  // query tiles
+#pragma unroll
+  for (int first = 0; first < N; first += kTogether) {
+    float own[kKeyTiles][kTogether][4], logits[kKeyTiles][kTogether][4], gradient[kKeyTiles][kTogether][4];
+    each_element<kKeyTiles, kTogether>([&](int i, int n, int e) { own[i][n][e] = weights[i][first + n][e]; });
+    score.make_logits<T>(own);
+    each_element<kKeyTiles, kTogether>([&](int i, int n, int e) { logits[i][n][e] = own[i][n][e]; });
+    bias.add_columns(logits, first);
+    dropping.draw(first);
+    each_element<kKeyTiles, kTogether>([&](int i, int n, int e) {
+      const int query = (first + n) * 8 + e % 2;
+      const bool seen = seen_by.includes(i, e / 2, query), keeps = dropping.keeps(i, n, e);
+      const float weight = seen ? ptx::ex2((logits[i][n][e] - top[query]) - log2_sum[query]) : 0.f;
+      const float dp = keeps ? dscores[i][first + n][e] : 0.f;
+      weights[i][first + n][e] = keeps ? weight : 0.f;
+      gradient[i][n][e] = weight == 0 ? 0.f : weight * (dp - delta[query]);
+    });
+#pragma unroll
+    for (int n = 0; n < kTogether; ++n) {
+      bias_gradient.add([&](int i, int e) { return gradient[i][n][e]; }, first + n);
+    }
+    score.apply_slope<T>(gradient, own);
+    each_element<kKeyTiles, kTogether>([&](int i, int n, int e) { dscores[i][first + n][e] = gradient[i][n][e]; });
+  }
+  bias_gradient.finish();
+}
+
+}  // namespace flashattn_ext

@@ -1,0 +1,163 @@
+// Rows whose log-sum-exp is too large for one word (rules/lse_words.h), in kernels that recompute weights of 16 bits as
+// exp2(factor * x - lse).
+//
+// The rounding error of lse is one of the exponent of every weight of the row: at most 2^-15 below kOneWordBelow, which
+// is less than the rounding of a weight to 16 bits. In a larger row the number that kernels read in place of lse is a
+// mark. They find out whether a tile has a mark, which few tiles have, and subtract both words from the products of
+// marked rows, in place. The mark is -0: the ordinary arithmetic, which follows, subtracts nothing more.
+//
+// In many large rows a single key has all the weight. Its dP - delta is then the rounding error of two sums, which dS
+// would carry into products with large queries and keys. Such a row, whose second word is 0, has a mark of its own:
+// prepare leaves <dout, out> out of delta, and the kernels take dP as 0.
+#pragma once
+
+#include <climits>
+
+#include "cuda/score/scores.cuh"
+#include "cuda/tile/elements.cuh"
+#include "cuda/tile/lane.cuh"
+
+namespace flashattn_ext {
+
+constexpr float kOneWordBelow = 1024;
+
+// +inf, of a row without keys, and NaN are not large.
+__device__ __forceinline__ bool is_large(float lse) { return fabsf(lse) >= kOneWordBelow && fabsf(lse) < infinity(); }
+// Whether one key, or the sink, has all the weight of a large row.
+__device__ __forceinline__ bool has_one_weight(const LseWords<float>& words) {
+  return __float_as_int(words.log2_sum) == 0 && is_large(words.top);
+}
+
+// One word for a row, or a mark, from its log-sum-exp.
+__device__ __forceinline__ float one_word(float lse) { return is_large(lse) ? -0.f : lse + 0.f; }  // +0 for -0
+// The mark of a row with one weight: the number next to -0, which changes no exponent.
+__device__ __forceinline__ float mark_of_one_weight() { return __int_as_float(INT_MIN + 1); }
+__device__ __forceinline__ bool is_mark_of_one_weight(float lse) { return __float_as_int(lse) == INT_MIN + 1; }
+__device__ __forceinline__ bool is_mark(float lse) { return __float_as_int(lse) <= INT_MIN + 1; }
+
+// The same for kernels that always subtract the second word: a mark replaces the first word of rows that round
+// products. The mark of one weight is in the second word.
+__device__ __forceinline__ float first_word(float top) {
+  return rounds_products(top) && top < infinity() ? -0.f : top + 0.f;
+}
+__device__ __forceinline__ float second_word(const LseWords<float>& words) {
+  return has_one_weight(words) ? mark_of_one_weight() : words.log2_sum + 0.f;
+}
+
+// Whether some of kRows rows have a mark. All lanes of a warp call it.
+template <int kRows>
+__device__ __forceinline__ bool has_mark(const float* lse) {
+  bool any = false;
+#pragma unroll
+  for (int i = 0; i < (kRows + 31) / 32; ++i) {
+    const int row = i * 32 + lane();
+    any = any || (row < kRows && is_mark(lse[row]));
+  }
+  return __any_sync(~0u, any) != 0;
+}
+
+// dP of rows with one weight becomes 0; transposed, as in subtract_words.
+template <int kKeyTiles, int N>
+__device__ __forceinline__ void clear_rows_of_one_weight(float (&dp)[kKeyTiles][N][4], const float* lse) {
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+#pragma unroll
+    for (int odd = 0; odd < 2; ++odd) {
+      if (!is_mark_of_one_weight(lse[8 * n + 2 * t() + odd])) continue;
+#pragma unroll
+      for (int i = 0; i < kKeyTiles; ++i) dp[i][n][odd] = dp[i][n][2 + odd] = 0;
+    }
+  }
+}
+
+// Turns stored scores of a row into those whose products are the exponents of the weights. Products are rounded where
+// the forward rounds them (kRoundsProducts in score.h).
+struct SubtractedWords {
+  float first, second;  // factors: one is 1
+  float top, inverse, shift;
+
+  __device__ __forceinline__ SubtractedWords()
+      : first(1), second(1), top(0), inverse(1), shift(0) {}  // leaves scores as they are
+  // inverse: of the factor of scores.
+  __device__ __forceinline__ SubtractedWords(float factor, float inverse, const LseWords<float>& words)
+      : first(rounds_products(words.top) ? factor : 1.f),
+        second(rounds_products(words.top) ? 1.f : factor),
+        top(words.top),
+        inverse(inverse),
+        shift(words.log2_sum * inverse) {}
+  __device__ __forceinline__ float of(float x) const {
+    return fmaf(fmaf(__fmul_rn(x, first), second, -top), inverse, -shift);
+  }
+};
+
+// Products of marked rows become those whose logits are the exponents of the weights. They are transposed: rows are
+// columns of accumulators. lse: of all rows, and words_of(i): the words of row i; both count from the first column.
+template <class Score, int kKeyTiles, int N, class WordsOf>
+__device__ __forceinline__ void subtract_words(float (&x)[kKeyTiles][N][4], const Score& score, const float* lse,
+                                               const WordsOf& words_of) {
+  const float inverse = ptx::rcp_here(score.factor);
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+#pragma unroll
+    for (int odd = 0; odd < 2; ++odd) {
+      const int row = 8 * n + 2 * t() + odd;
+      if (!is_mark(lse[row])) continue;
+      const SubtractedWords words(score.factor, inverse, words_of(row));
+#pragma unroll
+      for (int i = 0; i < kKeyTiles; ++i) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          float& score_of_key = x[i][n][2 * r + odd];
+          score_of_key = words.of(narrowed_score(score, score_of_key));
+        }
+      }
+    }
+  }
+}
+
+// The same for the products of a warp's part of a step, if a row has a mark. Kernel: the backward or second derivatives
+// of ../sm80/; row0: the first query of the step. With kTopAlone the ordinary arithmetic subtracts the second word.
+template <bool kTopAlone, class Kernel, class Score, int kKeyTiles, int N>
+__device__ __forceinline__ void subtract_words_of_marked(const Kernel& kernel, float (&x)[kKeyTiles][N][4],
+                                                         const Score& score, int h, int row0) {
+  const int query = kernel.score_query();
+  if (!has_mark<8 * N>(kernel.lse + query)) return;
+  const auto words_of = kernel.workspace.words_of(kernel.p, kernel.b, h, row0 + query);
+  subtract_words(x, score, kernel.lse + query, [&](int row) {
+    const LseWords<float> words = words_of(row);
+    return kTopAlone ? LseWords<float>{words.top, 0} : words;
+  });
+}
+
+// dP of rows with one weight becomes 0, in the same kernels.
+template <class Kernel, int kKeyTiles, int N>
+__device__ __forceinline__ void clear_rows_of_marked(const Kernel& kernel, float (&dp)[kKeyTiles][N][4]) {
+  const float* const marks = (Kernel::kTwoWords ? kernel.log2_sum : kernel.lse) + kernel.score_query();
+  if (has_mark<8 * N>(marks)) clear_rows_of_one_weight(dp, marks);
+}
+
+// The same for scores of which a lane has rows g and g + 8 of each row tile. words_of(i, r): of these rows.
+template <class Score, int kRowTiles, int N, class WordsOf>
+__device__ __forceinline__ void subtract_words_of_rows(float (&x)[kRowTiles][N][4], const Score& score,
+                                                       const float (&lse)[kRowTiles][2], const WordsOf& words_of) {
+  const float inverse = ptx::rcp_here(score.factor);
+#pragma unroll
+  for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      // Without a branch for each row ptxas spills in cuda/sm90/derivatives/jvp.cuh.
+      SubtractedWords words(score.factor, inverse, words_of(i, r));
+      if (!is_mark(lse[i][r])) words = SubtractedWords();
+#pragma unroll
+      for (int n = 0; n < N; ++n) {
+#pragma unroll
+        for (int odd = 0; odd < 2; ++odd) {
+          float& score_of_key = x[i][n][2 * r + odd];
+          score_of_key = words.of(score_of_key);
+        }
+      }
+    }
+  }
+}
+
+}  // namespace flashattn_ext

@@ -1,0 +1,124 @@
+// Policies of a forward for scores, of both architectures: how products become the logits of the softmax, and what is
+// summed up for the gradients of biases. A policy is a member of the kernel's object, and may hold registers there; all
+// lanes of a warp call its functions, and its branches are warp-uniform. T: the element type; kRowTiles: of a warp;
+// kKeys: of a step. A kernel gives the policy `p`, its rule `score` and bias<Bias>(step), and chooses the type of the
+// step. x, weights: [row tile][column tile][4].
+//   Rule                      the kernel's argument
+//   kIsFp8                    whether inputs were widened from fp8: out then has the dtype AttnParams::out_dtype
+//   kWeightScale              the weight of the largest score of a row, a power of two; above 1 in kernels that count
+//                             the sink after the last key
+//   start_tile(p, b, h)       before the tiles of keys of a tile of queries
+//   value_scale(p, b, h)      the factor of values that out gets: descale_v in fp8, otherwise 1
+//   begin(kernel, step)       while the product of a step runs, or before it; its result goes to make_logits
+//   make_logits(...)          products become stored scores; returns the rule for OnlineSoftmax::weigh
+//   add_centres(...)          after the scores of row tile i have become weights. sums: of this lane's weights of rows
+//                             g and g + 8; shrink: the factors for the earlier sums
+//   write_centres(...)        with the output of row r of row tile i
+#pragma once
+
+#include <type_traits>
+
+#include "cuda/score/bias_centres.cuh"
+#include "cuda/score/general_scores.cuh"
+#include "cuda/score/scores.cuh"
+
+namespace flashattn_ext {
+
+// What most policies do not need.
+struct UncentredScores {
+  static constexpr bool kIsFp8 = false;
+  static constexpr float kWeightScale = 1;
+
+  __device__ __forceinline__ void start_tile(const AttnParams&, int, int) {}
+  static __device__ __forceinline__ float value_scale(const AttnParams&, int, int) { return 1; }
+  template <class Kernel, class Step>
+  __device__ __forceinline__ Nothing begin(const Kernel&, const Step&) {
+    return {};
+  }
+  template <class Kernel, class Step, int N>
+  __device__ __forceinline__ void add_centres(const Kernel&, const Step&, int, const float (&)[N][4],
+                                              const float (&)[2], const float (&)[2]) {}
+  __device__ __forceinline__ void write_centres(const AttnParams&, int, int, int64_t, int, int, float, bool) const {}
+};
+
+// No option of a score.
+struct PlainScores : UncentredScores {
+  using Rule = PlainScore<float, true>;
+
+  template <class Kernel, class Step, int kRowTiles, int N>
+  __device__ __forceinline__ const Rule& make_logits(const Kernel& kernel, float (&x)[kRowTiles][N][4], const Step&,
+                                                     Nothing) {
+    store_scores(x, kernel.score);
+    return stored_rule(kernel.score);
+  }
+};
+
+// The centres of rows (bias_centres.cuh). Bias: DistanceBias or TileBias. fp32 kernels have none.
+template <class T, int kRowTiles, class Bias>
+struct CentredScores : UncentredScores {
+  std::conditional_t<sizeof(T) == 2, CentreSums, NoCentreSums> centres[kRowTiles];
+
+  __device__ __forceinline__ void start_tile(const AttnParams&, int, int) {
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) centres[i].start();
+  }
+  template <class Kernel, class Step, int N>
+  __device__ __forceinline__ void add_centres(const Kernel& kernel, const Step& step, int i,
+                                              const float (&weights)[N][4], const float (&sums)[2],
+                                              const float (&shrink)[2]) {
+    if (kernel.p.centres.data) centres[i].add(kernel.template bias<Bias>(step), i, weights, sums, shrink);
+  }
+  __device__ __forceinline__ void write_centres(const AttnParams& p, int b, int h, int64_t at, int i, int r, float sum,
+                                                bool exists) const {
+    if (p.centres.data) centres[i].write(row_pointer<float>(p.centres, b, h, at), r, sum, exists);
+  }
+};
+
+// Inputs that were widened from fp8: products are multiplied by descale_q and descale_k of their batch entry and KV
+// head, and out by descale_v. T: the widened type.
+template <class T>
+struct DescaledScores : UncentredScores {
+  using Rule = GeneralScore;
+  static constexpr bool kIsFp8 = true;
+
+  float of_products;
+
+  __device__ __forceinline__ void start_tile(const AttnParams& p, int b, int h) {
+    const int64_t key_head = h / p.group_size();
+    of_products = p.descale_q.of(b, key_head) * p.descale_k.of(b, key_head);
+  }
+  static __device__ __forceinline__ float value_scale(const AttnParams& p, int b, int h) {
+    return p.descale_v.of(b, h / p.group_size());
+  }
+  template <class Kernel, class Step, int kRowTiles, int N>
+  __device__ __forceinline__ StoredLogit make_logits(const Kernel& kernel, float (&x)[kRowTiles][N][4], const Step&,
+                                                     Nothing) {
+    kernel.score.times(of_products).template make_logits<T>(x);
+    return {};
+  }
+};
+
+// Every option, found out at run time. Biases of single scores are loaded ahead of the wait for the product; the rest
+// is recomputed rather than kept in registers.
+template <class T, int kRowTiles, int kKeys>
+struct GeneralScores : CentredScores<T, kRowTiles, TileBias<T, false, kRowTiles, kKeys / 8>> {
+  using Rule = GeneralScore;
+  using Bias = TileBias<T, false, kRowTiles, kKeys / 8>;
+
+  typename Bias::Ahead ahead;
+
+  template <class Kernel, class Step>
+  __device__ __forceinline__ Nothing begin(const Kernel& kernel, const Step& step) {
+    kernel.template bias<Bias>(step).load_ahead(ahead);
+    return {};
+  }
+  template <class Kernel, class Step>
+  __device__ __forceinline__ StoredLogit make_logits(const Kernel& kernel, float (&x)[kRowTiles][kKeys / 8][4],
+                                                     const Step& step, Nothing) {
+    kernel.score.template make_logits<T>(x);
+    kernel.template bias<Bias>(step).add(x, ahead);
+    return {};
+  }
+};
+
+}  // namespace flashattn_ext

@@ -1,0 +1,238 @@
+// Backward on every GPU since Ampere: a thread block keeps one tile of keys and walks over the tiles of queries that
+// see it (Dao 2023, "FlashAttention-2", Algorithm 2). Scores are transposed, S^T = K Q^T, and divided among the warps.
+// If a warp has all queries of its keys, it holds P^T and dS^T in registers as operands of the products for dv and dk,
+// and only dS^T goes through shared memory, for dq. Otherwise both go through shared memory, which allows warp tiles
+// that are closer to squares and read less. The fp32 sums of dq are in the workspace.
+#pragma once
+
+#include "cuda/sm80/backward/backward_policies.cuh"
+#include "cuda/sm80/shared/key_tile.cuh"
+#include "cuda/stages/bias_finish.cuh"
+#include "cuda/stages/few_keys_delta.h"
+
+namespace flashattn_ext::sm80 {
+
+template <class T, int kHeadDim, bool kLarge>
+struct BackwardSizes {
+  static constexpr BackwardTile kTile = backward_tile<T, kHeadDim, kLarge>();
+};
+
+// The types that a kernel consists of.
+template <class T, int kHeadDim, Options kOptions, bool kLarge>
+struct BackwardTypes {
+  using Policies = BackwardPolicies<kOptions>;
+  using Visibility = typename Policies::Visibility;
+  using Dropping = typename Policies::Dropping;
+  using Shape = KeyTileShape<T, kHeadDim, BackwardSizes<T, kHeadDim, kLarge>>;
+  using Gradients = typename Policies::template Gradients<T, Shape::kKeyTiles, Shape::kScoreTiles>;
+  using Workspace = typename Gradients::Workspace;
+};
+
+template <class T, int kHeadDimension, Options kOptions, bool kLarge>
+struct Backward;
+
+template <class T, int kHeadDim, Options kOptions, bool kLarge,
+          class Types = BackwardTypes<T, kHeadDim, kOptions, kLarge>>
+using BackwardBase = KeyTileKernel<Backward<T, kHeadDim, kOptions, kLarge>, typename Types::Shape, AttnGradParams,
+                                   typename Types::Workspace, typename Types::Visibility>;
+
+template <class T, int kHeadDimension, Options kOptions, bool kLarge>
+struct Backward : BackwardBase<T, kHeadDimension, kOptions, kLarge> {
+  using Types = BackwardTypes<T, kHeadDimension, kOptions, kLarge>;
+  using Base = BackwardBase<T, kHeadDimension, kOptions, kLarge>;
+  using Visibility = typename Types::Visibility;
+  using Dropping = typename Types::Dropping;
+  using Gradients = typename Types::Gradients;
+  using Workspace = typename Types::Workspace;
+  using Base::accumulate_keys, Base::extent, Base::first_score_key, Base::score_key, Base::score_query, Base::starts;
+  using Base::kHeadDim, Base::kKeys, Base::kQueries, Base::kStages, Base::kThreads, Base::kScoreStride;
+  using Base::kInRegisters, Base::kKeyTiles;
+  using Base::p, Base::workspace, Base::k_tile, Base::places, Base::b, Base::hk, Base::dk, Base::dv;
+  using typename Base::QuerySums, typename Base::QueryTile, typename Base::RowTile, typename Base::Scores;
+  static constexpr bool kTwoWords = Gradients::kTwoWords || sizeof(T) == 4;
+  // Shared memory has k and v [kKeys][kHeadDim]; stages of q and dout [kQueries][kHeadDim], lse (with kTwoWords as two
+  // arrays), delta and what Gradients::load_row adds [kQueries]; buffers of scores [kKeys][kScoreStride]; and Notes.
+  // Scores are dS^T of kStages steps when P^T stays in registers, otherwise dS^T and P^T of one step.
+  static constexpr int kBytes = sizeof(T), kScoreBytes = kKeys * kScoreStride * kBytes;
+  static constexpr int kStageBytes =
+      2 * kQueries * RowTile::kRowBytes + kQueries * ((kTwoWords ? 3 : 2) * 4 + Gradients::kRowBytes);
+  static constexpr int kScoreBuffers = kInRegisters ? kStages : 2;
+  static constexpr int kTileBytes =
+      2 * kKeys * RowTile::kRowBytes + kStages * kStageBytes + kScoreBuffers * kScoreBytes;
+
+  T* v_tile;
+  unsigned char* stages;
+  T *q_tile, *dout_tile;          // of the stage in use
+  float *lse, *log2_sum, *delta;  // log2_sum: only with kTwoWords
+  T *dscore_tile, *weight_tile;
+  Gradients gradients;
+
+  __device__ Backward(const AttnGradParams& params, const Workspace& workspace, T* shared)
+      : Base(params, workspace, shared),
+        v_tile(k_tile + kKeys * RowTile::kStride),
+        stages(reinterpret_cast<unsigned char*>(v_tile + kKeys * RowTile::kStride)) {}
+
+  static constexpr int kSharedBytes = kTileBytes + static_cast<int>(sizeof(typename Base::Notes));
+  static_assert(kSharedBytes <= (kLarge ? kLargeShared : least_shared<kBytes, kHeadDim>()));
+
+  __device__ void load_keys(int64_t row, int count) {
+    load_tile<RowTile, kKeys, kThreads>(k_tile, row_pointer<const T>(p.k, b, hk, row), p.k.row_stride, count,
+                                        static_cast<int>(p.head_dim));
+    load_tile<RowTile, kKeys, kThreads>(v_tile, row_pointer<const T>(p.v, b, hk, row), p.v.row_stride, count,
+                                        static_cast<int>(p.head_dim_v));
+  }
+  __device__ void isolate_keys() const { Visibility::isolate_keys(*this); }
+  __device__ void end_head(int h) { gradients.end_head(*this, h); }
+
+  __device__ void use_stage(int stage) {
+    q_tile = reinterpret_cast<T*>(stages + stage * kStageBytes);
+    dout_tile = q_tile + kQueries * RowTile::kStride;
+    lse = reinterpret_cast<float*>(dout_tile + kQueries * RowTile::kStride);
+    log2_sum = kTwoWords ? lse + kQueries : lse;
+    delta = log2_sum + kQueries;
+    unsigned char* const scores = stages + kStages * kStageBytes;
+    dscore_tile = reinterpret_cast<T*>(scores + (kInRegisters ? stage * kScoreBytes : 0));
+    weight_tile = reinterpret_cast<T*>(scores + kScoreBytes);
+  }
+
+  __device__ void load_queries(int stage, QueryTile tile) {
+    const auto [h, m] = tile;
+    use_stage(stage);
+    const int64_t row = starts()->query + m * kQueries;
+    const int rows = min(kQueries, extent()->length_q - m * kQueries);
+    load_tile<RowTile, kQueries, kThreads>(q_tile, row_pointer<const T>(p.q, b, h, row), p.q.row_stride, rows,
+                                           static_cast<int>(p.head_dim));
+    load_tile<RowTile, kQueries, kThreads>(dout_tile, row_pointer<const T>(p.dout, b, h, row), p.dout.row_stride, rows,
+                                           static_cast<int>(p.head_dim_v));
+    ptx::cp_async_commit();
+    const int64_t index = h * workspace.rows + (p.is_varlen() ? row : b * p.seqlen_q + row);
+    for (int i = threadIdx.x; i < kQueries; i += kThreads) {
+      if constexpr (kTwoWords) {
+        const LseWords<float> words = i < rows ? workspace.words[index + i] : LseWords<float>::of_no_key();
+        lse[i] = Gradients::kTwoWords ? words.top : first_word(words.top);
+        log2_sum[i] = second_word(words);
+      } else {
+        lse[i] = i < rows ? workspace.lse[index + i] : infinity();
+      }
+      delta[i] = i < rows ? workspace.delta[index + i] : 0.f;
+      gradients.load_row(*this, i, h, row + i, i < rows);
+    }
+  }
+
+  // dq += dS K
+  __device__ void add_query_gradient(int h, int m) const {
+    Base::add_query_gradient(h, m, [&](QuerySums& sum) { this->multiply_keys(sum, dscore_tile, k_tile); });
+  }
+
+  // One step, with the query tile `now`, which is in `stage`. When there is `more`, the tile `ahead` is loaded there
+  // next.
+  __device__ void compute_step(int stage, QueryTile now, bool more, QueryTile ahead) {
+    const auto [h, m] = now;
+    if (kStages == 1) {
+      ptx::cp_async_wait<0>();
+      __syncthreads();
+    }
+    use_stage(stage);
+    if (kHeadDim > 64) places.recompute();
+    Visibility::isolate_queries(*this, m * kQueries);
+    Scores weights, dscores;
+    score_product<RowTile, true>(weights, places, k_tile, score_key(0), q_tile, score_query());
+    score_product<RowTile>(dscores, places, v_tile, score_key(0), dout_tile, score_query());
+    const int row0 = m * kQueries;
+    const bool unmasked = row0 >= extent()->unmasked_begin && row0 + kQueries <= extent()->unmasked_end;
+    unmasked && !Gradients::kMasksAlways ? weigh_and_differentiate<false>(h, row0, weights, dscores)
+                                         : weigh_and_differentiate<true>(h, row0, weights, dscores);
+    this->store_scores(dscore_tile, dscores);
+    if constexpr (kInRegisters) {
+      // With two stages a step has one barrier. After it all warps have stored their dS, the next step's queries have
+      // arrived, and the queries of the step after the next may overwrite this step's.
+      accumulate_keys(dv, weights, dout_tile);
+      accumulate_keys(dk, dscores, q_tile);
+      if (kStages == 2) ptx::cp_async_wait<0>();
+      __syncthreads();
+      if (more) load_queries(stage, ahead);
+      add_query_gradient(h, m);
+    } else {
+      this->store_scores(weight_tile, weights);
+      __syncthreads();
+      accumulate_keys(dv, weight_tile, dout_tile);
+      accumulate_keys(dk, dscore_tile, q_tile);
+      add_query_gradient(h, m);
+      if (kStages == 2) ptx::cp_async_wait<0>();
+      __syncthreads();
+      if (more) load_queries(stage, ahead);
+    }
+  }
+
+  // weights: S^T becomes P^T with dropout applied; dscores: dP^T becomes dS^T.
+  template <bool kMasked>
+  __device__ void weigh_and_differentiate(int h, int row0, Scores& weights, Scores& dscores) {
+    const int key = first_score_key(), row = row0 + score_query();
+    typename Dropping::template Columns<kKeyTiles> dropping(p, b, h, key, row);
+    SeenBy<kKeyTiles> seen_by;
+    if constexpr (kMasked) seen_by = SeenBy<kKeyTiles>(Visibility::mask_of(*this, h), row + 2 * t(), key + g());
+    clear_rows_of_marked(*this, dscores);
+    gradients.template weigh_and_differentiate<kMasked>(*this, h, row0, weights, dscores, seen_by, dropping);
+  }
+};
+
+template <class T, int kHeadDim, Options kOptions, bool kLarge>
+using WorkspaceOf = typename Backward<T, kHeadDim, kOptions, kLarge>::Workspace;
+
+template <class T, int kHeadDim, Options kOptions, bool kLarge>
+__global__ void __launch_bounds__(Backward<T, kHeadDim, kOptions, kLarge>::kThreads)
+    backward_kernel(const __grid_constant__ AttnGradParams p,
+                    const __grid_constant__ WorkspaceOf<T, kHeadDim, kOptions, kLarge> workspace,
+                    const __grid_constant__ TileOrder order) {
+  if constexpr (kRunsHere<(kLarge ? kLargeShared : kSmallShared)>) {
+    extern __shared__ __align__(16) unsigned char shared[];
+    using Kernel = Backward<T, kHeadDim, kOptions, kLarge>;
+    Kernel kernel(p, workspace, reinterpret_cast<T*>(shared));
+    const int heads = static_cast<int>(p.heads_k);
+    const auto [head, block] = order.index(blockIdx.x / Kernel::kSplits, heads * static_cast<int>(p.batch));
+    kernel.run(head / heads, head % heads, block, order.blocks);
+  } else {
+    __trap();
+  }
+}
+
+template <class T, int kHeadDim, Options kOptions, bool kLarge>
+WorkspaceOf<T, kHeadDim, kOptions, kLarge> backward_workspace(const AttnGradParams& p) {
+  constexpr BackwardTile kTile = backward_tile<T, kHeadDim, kLarge>();
+  const BackwardWorkspace base(p, kTile.queries, int64_t{kTile.queries} * kHeadDim, kTile.splits);
+  return WorkspaceOf<T, kHeadDim, kOptions, kLarge>::complete(p, base, kTile.keys, kTile.warps);
+}
+
+template <class T, int kHeadDim, Options kOptions, bool kLarge>
+void launch_main(const AttnGradParams& p, const WorkspaceOf<T, kHeadDim, kOptions, kLarge>& workspace) {
+  using Kernel = Backward<T, kHeadDim, kOptions, kLarge>;
+  if (p.batch * p.heads_k == 0) return;
+  const int64_t blocks = tile_count(p.seqlen_k, Kernel::kKeys);
+  launch(backward_kernel<T, kHeadDim, kOptions, kLarge>, "backward", p, blocks * p.batch * p.heads_k * Kernel::kSplits,
+         Kernel::kThreads, Kernel::kSharedBytes, workspace,
+         backward_order(p, blocks, sizeof(T), multiprocessors() / Kernel::kSplits));
+}
+
+template <class T, int kHeadDim, Options kOptions, bool kLarge>
+void launch_backward(const AttnGradParams& p) {
+  const auto workspace = backward_workspace<T, kHeadDim, kOptions, kLarge>(p);
+  launch_prepare<T>(p, workspace);
+  find_delta_of_few_keys(p, workspace);
+  launch_main<T, kHeadDim, kOptions, kLarge>(p, workspace);
+  launch_finish<Backward<T, kHeadDim, kPlain, kLarge>>(p, workspace);
+  finish_biases(p, workspace);
+}
+
+template <class T, int kHeadDim, Options kOptions>
+size_t backward_bytes(const AttnGradParams& p) {
+  return static_cast<size_t>(has_large_shared_memory() ? backward_workspace<T, kHeadDim, kOptions, true>(p).bytes
+                                                       : backward_workspace<T, kHeadDim, kOptions, false>(p).bytes);
+}
+
+template <class T, int kHeadDim, Options kOptions>
+void backward(const AttnGradParams& p) {
+  has_large_shared_memory() ? launch_backward<T, kHeadDim, kOptions, true>(p)
+                            : launch_backward<T, kHeadDim, kOptions, false>(p);
+}
+
+}  // namespace flashattn_ext::sm80

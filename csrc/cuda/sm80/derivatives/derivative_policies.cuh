@@ -1,0 +1,48 @@
+// The policies of the sm_80 kernels of forward mode and of second derivatives, by the options of their rows in the
+// table of kernels: one set for plain 16-bit calls, and one for all other calls.
+#pragma once
+
+#include "cuda/score/tangent_policy.cuh"
+#include "cuda/sm80/derivatives/second_policy.cuh"
+#include "cuda/sm80/kernels.h"
+#include "cuda/sm80/shared/backward_visibility.cuh"
+#include "cuda/sm80/shared/dropout_policy.cuh"
+#include "cuda/sm80/shared/visibility_policy.cuh"
+
+namespace flashattn_ext::sm80 {
+
+template <Options kOptions>
+struct JvpPolicies;
+template <>
+struct JvpPolicies<kPlain> {
+  using Visibility = ArithmeticVisibility;
+  template <class T, int kRowTiles, int kKeys>
+  using Tangents = PlainTangents;
+  using Dropping = NoDropout;
+};
+template <>
+struct JvpPolicies<kGeneral> {
+  using Visibility = IntervalVisibility;
+  template <class T, int kRowTiles, int kKeys>
+  using Tangents = GeneralTangents<T, kRowTiles, kKeys>;
+  using Dropping = OptionalDropout;
+};
+
+template <Options kOptions>
+struct SecondPolicies;
+template <>
+struct SecondPolicies<kPlain> {
+  using Visibility = ArithmeticQueries;
+  template <class T, int kKeyTiles, int kQueryTiles>
+  using Gradients = PlainSecond;
+  using Dropping = NoDropout;
+};
+template <>
+struct SecondPolicies<kGeneral> {
+  using Visibility = IntervalQueries;
+  template <class T, int kKeyTiles, int kQueryTiles>
+  using Gradients = GeneralSecond<T, kKeyTiles, kQueryTiles>;
+  using Dropping = OptionalDropout;
+};
+
+}  // namespace flashattn_ext::sm80

@@ -1,0 +1,325 @@
+// Forward mode on every GPU since Ampere: the tangents of out and lse (docs/derivatives.md). A thread block computes
+// one tile of queries of one head and walks over the key tiles that it sees, as in forward.cuh. With the weights P
+// known from lse, A the tangent of a logit, m = keep / p_keep, and any pivot c of a row:
+//
+//   tlse = sum_j P A + p_sink * tsink
+//   tout = sum_j P m (A - c) v_j + (c - tlse) out + sum_j P m tv_j
+//
+// The rounding errors of a 16-bit out and of lse are multiplied by the distance of the pivot from tlse, so the pivot is
+// the mean of A over the first tile in which the row has a weight (cpu/derivatives/tangent.h explains it). In calls
+// with tangents of biases, a separate first pass over all keys computes the part of the pivot that comes from the
+// biases.
+//
+// The rows of absent tangents are not copied, and their products are not computed.
+#pragma once
+
+#include "cuda/host/call.h"
+#include "cuda/host/launch.cuh"
+#include "cuda/score/tangent_rows.cuh"
+#include "cuda/sm80/derivatives/derivative_policies.cuh"
+#include "cuda/sm80/shared/tiles.h"
+#include "cuda/stages/tile_order.cuh"
+#include "cuda/tile/products.cuh"
+
+namespace flashattn_ext::sm80 {
+
+template <class T, int kHeadDim, Options kOptions>
+struct Jvp {
+  using Core = TensorCore<T>;
+  using Policies = JvpPolicies<kOptions>;
+  using Visibility = typename Policies::Visibility;
+  using Dropping = typename Policies::Dropping;
+  using Step = typename Visibility::Step;
+  static constexpr ForwardTile kTile = tile_of<kernel_table::kSm80Jvp, T, kHeadDim, kOptions>();
+  static constexpr int kThreads = kTile.warps * 32, kRowTiles = kTile.row_tiles;
+  static constexpr int kQueries = kTile.queries(), kKeys = kTile.keys;
+  using RowTile = InputTile<T, kHeadDim>;  // of q, k, v and their tangents
+  using ValueTile = RowTile;
+  static constexpr int kQueryElements = kQueries * RowTile::kStride, kKeyElements = kKeys * RowTile::kStride;
+  static constexpr int kTileElements = 2 * kQueryElements + 4 * kKeyElements;
+  static constexpr int kScoreTiles = kKeys / 8, kOutTiles = kHeadDim / 8, kSteps = kKeys / Core::kK;
+  using Tangents = typename Policies::template Tangents<T, kRowTiles, kKeys>;
+  using Rule = typename Tangents::Rule;
+  using Scores = float[kRowTiles][kScoreTiles][4];
+  using Weights = typename Core::A[kRowTiles][kSteps];
+  static_assert(!Visibility::kHasIntervals || kThreads >= kKeys);
+
+  struct Head {
+    int b, h, length_q, length_k;
+  };
+  // Pointers to the first key and value of the head, or to their tangents.
+  struct KeyPointers {
+    const T *k, *v;
+  };
+  static constexpr int kSlots = 4 + Visibility::template kSlots<kKeys>;
+  static_assert(RowTile::kSwizzled || kSlots <= 2 * kQueries + 4 * kKeys);
+  static constexpr int kSharedBytes =
+      kTileElements * static_cast<int>(sizeof(T)) + (RowTile::kSwizzled ? kSlots * kVectorBytes : 0);
+  static_assert(kSharedBytes <= derivative_shared<sizeof(T), kHeadDim>());
+
+  const JvpParams& p;
+  const Rule& score;
+  T *q_tile, *tq_tile, *k_tile, *tk_tile, *v_tile, *tv_tile;
+  typename RowTile::Places places;
+  int row0;  // first query of the tile
+  float out[kRowTiles][kOutTiles][4];
+  TangentRows<kRowTiles, sizeof(T) == 4> rows;
+
+  __device__ Jvp(const JvpParams& params, const Rule& score, T* shared)
+      : p(params),
+        score(score),
+        q_tile(shared),
+        tq_tile(q_tile + kQueryElements),
+        k_tile(tq_tile + kQueryElements),
+        tk_tile(k_tile + kKeyElements),
+        v_tile(tk_tile + kKeyElements),
+        tv_tile(v_tile + kKeyElements) {}
+
+  // The first of the 16 rows of this warp's row tile i, within the query tile.
+  static __device__ int tile_row(int i) { return (threadIdx.x / 32 * kRowTiles + i) * 16; }
+
+  // Slot i, 16 bytes of shared memory: the padding of row i of the tiles or, where rows have none, behind the tiles.
+  template <class X>
+  __device__ X* slot(int i) const {
+    static_assert(sizeof(X) <= kVectorBytes);
+    const int at = RowTile::kSwizzled ? kTileElements + i * RowTile::kVector : i * RowTile::kStride + kHeadDim;
+    return reinterpret_cast<X*>(q_tile + at);
+  }
+  __device__ Head* head() const { return slot<Head>(0); }
+  __device__ KeyPointers* keys() const { return slot<KeyPointers>(2); }
+  __device__ KeyPointers* key_tangents() const { return slot<KeyPointers>(3); }
+  __device__ int length_q() const { return head()->length_q; }
+  __device__ int length_k() const { return head()->length_k; }
+  __device__ auto mask() const { return typename Visibility::Mask(p, length_q(), length_k()); }
+  // The rows of the query tile that exist.
+  __device__ Limits tile_rows() const { return {row0, min(row0 + kQueries, length_q())}; }
+  // The row of this lane's first score.
+  __device__ int score_row() const { return ptx::opaque(row0) + tile_row(0) + g(); }
+  template <class Bias>
+  __device__ Bias bias(const AttnParams& of, const Step& step) const {
+    return Bias(of, head()->b, head()->h, mask(), ptx::opaque(row0) + tile_row(0), step.n * kKeys);
+  }
+
+  __device__ bool moves_products() const { return p.tangents.q.data || p.tangents.k.data; }
+  // Whether the tangent of any logit can be other than 0.
+  __device__ bool moves_logits() const { return moves_products() || Tangents::has_biases(*this); }
+
+  __device__ void run(const TileOrder& order) {
+    const int heads = static_cast<int>(p.heads_q);
+    const auto [head, block] = order.index(blockIdx.x, heads * static_cast<int>(p.batch));
+    start_head(head / heads, head % heads);
+    // The longest tiles of a causal head start first. A sequence may be longer than the grid was sized for.
+    const int step = order.blocks * kQueries;
+    for (row0 = (order.blocks - 1 - block) * kQueries; row0 < length_q(); row0 = ptx::opaque(row0) + step) {
+      start_tile();
+      if (Tangents::has_biases(*this)) {
+        walk_keys<true>();
+        rows.end_biases();
+        __syncthreads();
+      }
+      if (moves_logits() || p.tangents.v.data) walk_keys<false>();
+      finish_tile();
+      __syncthreads();
+    }
+  }
+
+  __device__ void start_head(int b, int h) {
+    const Sequence queries = query_sequence(p, b), sequence = key_sequence(p, b);
+    const int64_t hk = h / p.group_size();
+    const auto first = [&](const TensorView& t) {
+      return t.data ? row_pointer<const T>(t, b, hk, sequence.start) : nullptr;
+    };
+    if (threadIdx.x == 0) {
+      *head() = {b, h, static_cast<int>(queries.length), static_cast<int>(sequence.length)};
+      *keys() = {first(p.k), first(p.v)};
+      *key_tangents() = {first(p.tangents.k), first(p.tangents.v)};
+      Dropping::start_head(*this, b);
+      Visibility::start_head(*this, b, h, static_cast<int>(hk), static_cast<int>(sequence.start));
+    }
+    __syncthreads();
+  }
+
+  __device__ void start_tile() {
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+      set_zero(out[i]);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        rows.start(i, r, words_of(tile_row(i) + g() + 8 * r));
+      }
+    }
+  }
+
+  // The words of the lse of a row of the query tile.
+  __device__ LseWords<float> words_of(int row) const {
+    if (row0 + row >= length_q()) return LseWords<float>::of_no_key();
+    const int b = head()->b;
+    return LseWords<float>::of(p, b, head()->h, query_sequence(p, b).start + row0 + row);
+  }
+
+  // Starts copying the rows of key tile n of two tensors, of which the second may be absent.
+  __device__ void load_rows(T* tile, const T* first, int64_t row_stride, int n, int columns) const {
+    load_tile<RowTile, kKeys, kThreads>(tile, first + n * kKeys * row_stride, row_stride,
+                                        min(kKeys, length_k() - n * kKeys), columns);
+  }
+  template <bool kBiasesAlone>
+  __device__ void load_keys(int n) const {
+    const int columns = static_cast<int>(p.head_dim);
+    load_rows(k_tile, keys()->k, p.k.row_stride, n, columns);
+    if (!kBiasesAlone && p.tangents.k.data) {
+      load_rows(tk_tile, key_tangents()->k, p.tangents.k.row_stride, n, columns);
+    }
+    ptx::cp_async_commit();
+  }
+  template <bool kBiasesAlone>
+  __device__ void load_values(int n) const {
+    const int columns = static_cast<int>(p.head_dim_v);
+    Visibility::load_pairs(*this, n);
+    if (!kBiasesAlone) {
+      if (moves_logits()) load_rows(v_tile, keys()->v, p.v.row_stride, n, columns);
+      if (p.tangents.v.data) load_rows(tv_tile, key_tangents()->v, p.tangents.v.row_stride, n, columns);
+    }
+    ptx::cp_async_commit();
+  }
+  __device__ void load_queries(const TensorView& t, T* tile, int b, int rows) const {
+    const T* const from = row_pointer<const T>(t, b, head()->h, query_sequence(p, b).start + row0);
+    load_tile<RowTile, kQueries, kThreads>(tile, from, t.row_stride, rows, static_cast<int>(p.head_dim));
+  }
+
+  // kBiasesAlone: the first pass, which sums the tangents of the biases and skips the products of tangents.
+  template <bool kBiasesAlone>
+  __device__ void walk_keys() {
+    const int row_end = min(row0 + kQueries, length_q());
+    const Limits visible = mask().keys_of(row0, row_end), full = mask().keys_of_all(row0, row_end);
+    const int first = visible.begin / kKeys, last = (visible.end - 1) / kKeys;
+    const int first_full = (full.begin + kKeys - 1) / kKeys, end_full = full.end / kKeys;  // tiles that need no mask
+    if (visible.end == visible.begin) return;
+    typename Visibility::Walk walk(*this, last, first, first_full, end_full);
+    int n = walk.tile(*this);
+    if (walk.is_empty(n)) return;
+    const int b = head()->b;
+    load_queries(p.q, q_tile, b, row_end - row0);
+    if (!kBiasesAlone && p.tangents.q.data) load_queries(p.tangents.q, tq_tile, b, row_end - row0);
+    load_keys<kBiasesAlone>(n);
+    for (; n >= walk.end(); n = walk.tile(*this)) {
+      ptx::cp_async_wait<0>();
+      __syncthreads();
+      const Step step = walk.step(*this, n, tile_row(0));
+      const int next = walk.advance(*this);
+      load_values<kBiasesAlone>(n);
+      if (kHeadDim > 64) places.recompute();
+      Scores scores, tangents;
+      score_product<RowTile>(scores, places, q_tile, tile_row(0), k_tile, 0);
+#pragma unroll
+      for (int i = 0; i < kRowTiles; ++i) set_zero(tangents[i]);
+      if (!kBiasesAlone) multiply_tangents(tangents);
+      ptx::cp_async_wait<0>();
+      __syncthreads();
+      if (next >= walk.end()) load_keys<kBiasesAlone>(next);
+      compute_step<kBiasesAlone>(step, scores, tangents);
+    }
+  }
+
+  // <tq, k> + <q, tk>
+  __device__ void multiply_tangents(Scores& tangents) const {
+    if (p.tangents.q.data) add_score_product<RowTile>(tangents, places, tq_tile, tile_row(0), k_tile, 0);
+    if (p.tangents.k.data) add_score_product<RowTile>(tangents, places, q_tile, tile_row(0), tk_tile, 0);
+  }
+
+  template <bool kBiasesAlone>
+  __device__ void compute_step(const Step& step, Scores& scores, Scores& tangents) {
+    const auto& rule = Tangents::make_logits(*this, scores, tangents, step);
+    if (step.masked) hide_keys<true, true>(scores, mask(), score_row(), step.n * kKeys + 2 * t());
+    Visibility::hide(*this, step, scores);
+    rows.subtract_words(scores, rule, [&](int i, int r) { return words_of(tile_row(i) + g() + 8 * r); });
+    if constexpr (kBiasesAlone) {
+      Tangents::add_biases(*this, tangents, step);
+      rows.hide(scores, tangents);
+      rows.sum_biases(scores, tangents, rule);
+    } else {
+      rows.hide(scores, tangents);
+      rows.find_pivots(scores, tangents, rule);
+      if (Tangents::has_biases(*this)) {
+        Tangents::add_biases(*this, tangents, step);
+        rows.hide(scores, tangents);
+      }
+      Weights moved, weights;
+      weigh(moved, weights, scores, tangents, rule, step.n);
+      if (moves_logits()) add_values(step, moved, v_tile);
+      if (p.tangents.v.data) add_values(step, weights, tv_tile);
+    }
+  }
+
+  // moved: P m (A - pivot); weights: P m, if values have a tangent. Without the factor 1 / p_keep.
+  template <class Rule>
+  __device__ void weigh(Weights& moved, Weights& weights, Scores& scores, Scores& tangents, const Rule& rule, int n) {
+    rows.weigh(scores, tangents, rule);
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+      for (int k = 0; k < kSteps; ++k) {
+        moved[i][k] = Core::from_accumulators(tangents[i], k);
+        weights[i][k] = Core::from_accumulators(scores[i], k);
+      }
+      Dropping::drop(*this, moved[i], i, n);
+      if (p.tangents.v.data) Dropping::drop(*this, weights[i], i, n);
+    }
+  }
+
+  // out += weights * values
+  __device__ void add_values(const Step& step, const Weights& weights, T* values) {
+    const bool isolates = Visibility::isolate(*this, step, values);
+    accumulate<ValueTile, kSteps>(out, places, [&](int i, int k) { return weights[i][k]; }, values, 0);
+    if (isolates) Visibility::poison(*this, step.n);
+  }
+
+  __device__ void finish_tile() {
+    const int b = head()->b, h = head()->h, count = length_q() - row0, columns = static_cast<int>(p.head_dim_v);
+    const int64_t start = query_sequence(p, b).start + row0;
+    const float keep_scale = Dropping::keep_scale(p);
+    const SinkTangent sink(p, h);
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int row = tile_row(i) + g() + 8 * r;
+        const RowTangent row_tangent = rows.finish(p, sink, i, r, words_of(row));
+        if (row < count && t() == 0) *row_statistic(p.tangents.lse, b, h, start + row) = row_tangent.lse;
+        const T* const primal = row_pointer<const T>(p.out, b, h, start + row);
+        const auto tangent = [&](float sum, int column) {
+          const float x = row < count && column < columns ? widen(primal[column]) : 0.f;
+          return sum * (keep_scale * row_tangent.sums) + row_tangent.factor * x;
+        };
+        // Every warp overwrites only its own rows of the q tile.
+#pragma unroll
+        for (int n = 0; n < kOutTiles; ++n) {
+          const int column = n * 8 + 2 * t();
+          Core::store_pair(q_tile + RowTile::offset(row, column), tangent(out[i][n][2 * r], column),
+                           tangent(out[i][n][2 * r + 1], column + 1));
+        }
+      }
+    }
+    __syncthreads();
+    store_tile<RowTile, kQueries, kHeadDim, kThreads>(row_pointer<T>(p.tangents.out, b, h, start),
+                                                      p.tangents.out.row_stride, q_tile, min(count, kQueries), columns);
+  }
+};
+
+template <class T, int kHeadDim, Options kOptions>
+__global__ void __launch_bounds__(Jvp<T, kHeadDim, kOptions>::kThreads, Jvp<T, kHeadDim, kOptions>::kTile.blocks)
+    jvp_kernel(const __grid_constant__ JvpParams p, const __grid_constant__ TileOrder order,
+               const __grid_constant__ typename Jvp<T, kHeadDim, kOptions>::Rule score) {
+  extern __shared__ __align__(16) unsigned char shared[];
+  Jvp<T, kHeadDim, kOptions>(p, score, reinterpret_cast<T*>(shared)).run(order);
+}
+
+template <class T, int kHeadDim, Options kOptions>
+void jvp(const JvpParams& p) {
+  using Kernel = Jvp<T, kHeadDim, kOptions>;
+  if (p.batch * p.heads_q == 0) return;
+  const int64_t blocks = tile_count(p.seqlen_q, Kernel::kQueries);
+  launch(jvp_kernel<T, kHeadDim, kOptions>, "jvp", p, blocks * p.batch * p.heads_q, Kernel::kThreads,
+         Kernel::kSharedBytes, forward_order(p, blocks, 2 * sizeof(T)), Kernel::Rule::of(p));
+}
+
+}  // namespace flashattn_ext::sm80

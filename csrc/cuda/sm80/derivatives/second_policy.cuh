@@ -1,0 +1,90 @@
+// Policies of second derivatives (second.cuh) for scores: from the products of a step to the operands of the gradients
+// (docs/derivatives.md, where F is called G). They have the members of the backward's policies (gradient_policy.cuh),
+// with one function for the scores:
+//   differentiate_twice(kernel, ...)
+//                            products, transposed: of q and k, of their tangents (<tq, k> + <q, tk>), dP = <dout, v>
+//                            and B = <dout, tv>. The first three become P m (A - tlse), T and F.
+#pragma once
+
+#include "cuda/score/general_scores.cuh"
+#include "cuda/sm80/shared/bias_sums.cuh"
+#include "cuda/stages/second_scores.cuh"
+
+namespace flashattn_ext::sm80 {
+
+// Softcap and biases, which run-time branches select.
+template <class T, int kKeyTiles, int kQueryTiles>
+struct GeneralSecond {
+  using Workspace = GeneralWorkspace;
+  static constexpr bool kMasksAlways = true, kTwoWords = true;
+  // Second derivatives have no centres (rules/bias.h).
+  struct NoCentres {
+    __device__ __forceinline__ float2 pair(Centre, int) const { return {0, 0}; }
+  };
+  using Bias = TileBias<T, true, kKeyTiles, kQueryTiles>;
+  using Gradient = TileBiasGradient<Bias, T, kKeyTiles, kQueryTiles, RelativeGradient::kInAnyOrderOrExact, NoCentres>;
+
+  BiasSums<kKeyTiles, true> sums;
+
+  template <bool kMasked, class Kernel, class Scores, class Dropping>
+  __device__ void differentiate_twice(const Kernel& kernel, int h, int row0, Scores& x, Scores& tangents, Scores& dp,
+                                      const Scores& b, const SeenBy<kKeyTiles>& seen_by, Dropping& dropping) {
+    constexpr int kTogether = 2;  // query tiles
+    const GeneralScore& score = kernel.workspace.score;
+    const bool is_plain = !score.is_capped && !kernel.p.has_bias();
+    const int query = kernel.score_query(), key = kernel.first_score_key();
+    const Bias bias(kernel.p, kernel.b, h, kernel.mask(), row0 + query, key);
+    const Bias moving(kernel.p.tangents, kernel.b, h, kernel.mask(), row0 + query, key);
+    Gradient gradient{kernel.p, bias, kernel.workspace, {}, kernel.b, h, kernel.split() == 0, sums};
+#pragma unroll
+    for (int first = 0; first < kQueryTiles; first += kTogether) {
+      float logits[kKeyTiles][kTogether][4], of_biases[kKeyTiles][kTogether][4] = {}, e_of[kKeyTiles][kTogether][4];
+      // x becomes the score that the rule stores, `logits` their logits in units of log2.
+      each_element<kKeyTiles, kTogether>([&](int i, int n, int e) {
+        float& own = x[i][first + n][e];
+        if (score.is_capped) score.template cap<T>(&own);
+        logits[i][n][e] = own * score.factor;
+      });
+      bias.add_columns(logits, first);
+      moving.add_columns(of_biases, first);
+      dropping.draw(first);
+#pragma unroll
+      for (int n = 0; n < kTogether; ++n) {
+        const int row = query + (first + n) * 8 + 2 * t();
+        const RowPair rows(kernel, row);
+        const float2 log2_sum = RowPair::pair(kernel.log2_sum, row);
+        each_element<kKeyTiles, 1>([&](int i, int, int e) {
+          const bool odd = e % 2, keeps = dropping.keeps(i, n, e);
+          float &own = x[i][first + n][e], &tangent = tangents[i][first + n][e], &product = dp[i][first + n][e];
+          const float top = odd ? rows.lse.y : rows.lse.x;
+          // The forward of a plain call takes the exact product of small rows.
+          const bool exact = is_plain && !rounds_products(top);
+          const float below = exact ? fmaf(own, score.factor, -top) : logits[i][n][e] - top;
+          const float weight = ptx::ex2(below - (odd ? log2_sum.y : log2_sum.x));
+          const float slope = score.is_capped ? fmaxf(1 - own * own, 0.f) : 1.f;
+          const float moved = tangent * score.softmax_scale;
+          const SecondScore of{weight,
+                               fmaf(of_biases[i][n][e], kLn2<float>, moved * slope) - (odd ? rows.tlse.y : rows.tlse.x),
+                               (keeps ? product : 0.f) - (odd ? rows.delta.y : rows.delta.x),
+                               (keeps ? b[i][first + n][e] : 0.f) - (odd ? rows.r.y : rows.r.x)};
+          // A weight of 0 has no gradient, even if a product is not finite: the bias may mask the score.
+          const bool counts = seen_by.includes(i, e / 2, (first + n) * 8 + odd) && weight != 0;
+          const float dlogit = counts ? of.dlogit() * slope : 0.f, second = counts ? of.second() : 0.f;
+          const float curved = score.is_capped ? -2 * kLog2E<float> * score.inverse * own * dlogit * moved : 0.f;
+          e_of[i][n][e] = second;
+          tangent = dlogit;
+          product = counts ? fmaf(second, slope, curved) : 0.f;
+          own = counts ? of.of_value(keeps) : 0.f;
+        });
+        gradient.add([&](int i, int e) { return e_of[i][n][e]; }, first + n);
+      }
+    }
+    gradient.finish();
+  }
+  template <class Kernel>
+  __device__ void end_head(const Kernel& kernel, int h) {
+    hand_over(kernel, sums, h);
+  }
+};
+
+}  // namespace flashattn_ext::sm80

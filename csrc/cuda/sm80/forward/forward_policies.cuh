@@ -1,0 +1,48 @@
+// The policies of the sm_80 forward kernels, by the options of their rows in the table of kernels. The first policy of
+// each sort is empty and compiles to nothing.
+#pragma once
+
+#include "cuda/score/score_policy.cuh"
+#include "cuda/sm80/kernels.h"
+#include "cuda/sm80/shared/dropout_policy.cuh"
+#include "cuda/sm80/shared/visibility_policy.cuh"
+
+namespace flashattn_ext::sm80 {
+
+struct PlainPolicies {
+  using Visibility = ArithmeticVisibility;
+  template <class T, int kRowTiles, int kKeys>
+  using Scores = PlainScores;
+  using Dropping = NoDropout;
+};
+
+template <Options kOptions>
+struct ForwardPolicies;
+template <>
+struct ForwardPolicies<kPlain> : PlainPolicies {};
+template <>
+struct ForwardPolicies<kDropout> : PlainPolicies {
+  using Dropping = CounterDropout;
+};
+template <>
+struct ForwardPolicies<kIntervals> : PlainPolicies {
+  using Visibility = IntervalVisibility;
+};
+template <>
+struct ForwardPolicies<kFp8Scores> : PlainPolicies {
+  template <class T, int kRowTiles, int kKeys>
+  using Scores = DescaledScores<T>;
+};
+template <>
+struct ForwardPolicies<kFp8General> : ForwardPolicies<kFp8Scores> {
+  using Visibility = IntervalVisibility;
+};
+template <>
+struct ForwardPolicies<kGeneral> {
+  using Visibility = IntervalVisibility;
+  template <class T, int kRowTiles, int kKeys>
+  using Scores = GeneralScores<T, kRowTiles, kKeys>;
+  using Dropping = OptionalDropout;
+};
+
+}  // namespace flashattn_ext::sm80

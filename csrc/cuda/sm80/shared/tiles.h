@@ -1,0 +1,78 @@
+// Tiles of the sm_80 kernels by the shared memory of the GPU. kLarge: the GPU gives a thread block 227 KB of it (Hopper
+// and newer data centre GPUs); other tiles fit in least_shared().
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/table/kernel_table.h"
+
+namespace flashattn_ext::sm80 {
+
+// Bytes of shared memory that a thread block may have: on GPUs of compute capability 8.6, 8.9 and 12.0, on 8.0 and 8.7,
+// and on Hopper and newer data centre GPUs.
+constexpr int kSmallShared = 99 * 1024, kMediumShared = 163 * 1024, kLargeShared = 227 * 1024;
+
+// The shared memory that the kernels of a class of head dims require. fp32 rows of more than 384 columns do not fit
+// into kSmallShared.
+template <int kBytes, int kHeadDim>
+constexpr int least_shared() {
+  return kBytes == 4 && kHeadDim > 384 ? kMediumShared : kSmallShared;
+}
+
+// The same for forward mode and second derivatives, whose kernels hold more tiles.
+template <int kBytes, int kHeadDim>
+constexpr int derivative_shared() {
+  return kBytes == 4 && kHeadDim > 128 ? kMediumShared : kSmallShared;
+}
+
+// Whether code for the architecture that is being compiled may run the tiles for this much shared memory. Code for 9.0a
+// runs on Hopper alone, where a thread block may have kLargeShared: kernels for less shared memory would double the
+// compile time.
+template <int kShared>
+constexpr bool kRunsHere =
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    kShared >= kLargeShared;
+#else
+    true;
+#endif
+
+// Columns of v and out in one run of the forward of forward.cuh, which accumulates `out` in registers. They suffice for
+// 256 columns: with larger head dims it runs twice, each time for half of the columns, and computes the scores again.
+constexpr int out_columns(int head_dim) { return head_dim > 256 ? head_dim / 2 : head_dim; }
+
+// The forward of head dims above 256, in 16 bits, without options (forward_large.cuh), by the bytes of shared memory
+// that a thread block may have.
+template <class T, int kHeadDim, int kShared>
+constexpr ForwardTile large_forward_tile() {
+  constexpr int kRow = row_of_kernel(kernel_table::kSm80Forward, kTypeOf<T>, kHeadDim, kPlain);
+  return kernel_table::kSm80Forward[kRow].tiles[kShared >= kLargeShared ? 0 : kShared >= kMediumShared ? 1 : 2];
+}
+
+// Keys of a step. Where register pressure is highest, code for sm_80 spills with more than 32 keys. Only device code
+// knows its architecture, so the host allocates shared memory for the keys of the table.
+template <int kHeadDim, bool kDrops>
+constexpr int step_keys(const ForwardTile& tile) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+  if (kHeadDim == 144 || (kHeadDim == 128 && kDrops)) return tile.keys < 32 ? tile.keys : 32;
+#endif
+  return tile.keys;
+}
+
+// The tiles of the backward and of second derivatives. All rows of an element size and a class have the same one.
+template <const auto& kTable, class T, int kHeadDim, bool kLarge>
+constexpr BackwardTile tile_of_class() {
+  for (const auto& row : kTable) {
+    if ((row.types & kTypeOf<T>) && row.head_dims == kHeadDim) return row.tiles[kLarge ? 0 : 1];
+  }
+  return {};
+}
+template <class T, int kHeadDim, bool kLarge>
+constexpr BackwardTile backward_tile() {
+  return tile_of_class<kernel_table::kSm80Backward, T, kHeadDim, kLarge>();
+}
+template <class T, int kHeadDim, bool kLarge>
+constexpr BackwardTile second_tile() {
+  return tile_of_class<kernel_table::kSm80Second, T, kHeadDim, kLarge>();
+}
+
+}  // namespace flashattn_ext::sm80

@@ -1,0 +1,228 @@
+// Policies of the sm_80 forward (forward.cuh) for visibility: over which tiles of keys a tile of queries walks, and
+// which of their scores are masked. All members but those of Walk are static; every thread of a block calls them.
+//   Mask                     causal and window
+//   kSlots<kKeys>            of 16 bytes of shared memory (Forward::slot), from slot 4 on
+//   Walk                     a position among the key tiles, the last one first
+//     tile(kernel)           the tile; below end() after the last one
+//     is_empty(tile)         of the first: whether there is none, although causal and window leave some keys
+//     advance(kernel)        moves to the next tile and returns it
+//     step(kernel, n, row)   the Step of the tile n, for this warp's rows from `row` on, within the query tile
+//   Step                     n: the tile; masked: by causal or window
+//   start_head(...)          one thread, before a head's first tile
+//   load_pairs(kernel, n)    with the copy of the values of tile n
+//   hide(...)                masks scores beside causal and window
+//   isolate(...), poison(...) keep values that are not finite out of rows that do not see them (isolation.cuh)
+#pragma once
+
+#include "cuda/score/intervals.cuh"
+#include "cuda/score/isolation.cuh"
+
+namespace flashattn_ext::sm80 {
+
+// Causal and window alone: visible tiles are contiguous.
+struct ArithmeticVisibility {
+  using Mask = UnplacedMask32;
+  static constexpr bool kHasIntervals = false;
+  template <int kKeys>
+  static constexpr int kSlots = 0;
+
+  struct Step {
+    int n;
+    bool masked;
+  };
+  struct Walk {
+    int n, first;
+    int first_full, end_full;  // tiles that need no mask
+
+    template <class Kernel>
+    __device__ Walk(const Kernel&, int last, int first, int first_full, int end_full)
+        : n(last), first(first), first_full(first_full), end_full(end_full) {}
+    static __device__ bool is_empty(int) { return false; }
+    __device__ int end() const { return first; }
+    template <class Kernel>
+    __device__ int tile(const Kernel&) const {
+      return n;
+    }
+    template <class Kernel>
+    __device__ int advance(const Kernel&) {
+      return --n;
+    }
+    template <class Kernel>
+    __device__ Step step(const Kernel&, int n, int) const {
+      const bool masked = n < first_full || n >= end_full;
+      return {n, masked};
+    }
+  };
+
+  template <class Kernel>
+  static __device__ void start_head(const Kernel&, int, int, int, int) {}
+  template <class Kernel>
+  static __device__ void load_pairs(const Kernel&, int) {}
+  template <class Kernel, class Scores>
+  static __device__ void hide(const Kernel&, const Step&, Scores&) {}
+  template <class Kernel, class T>
+  static __device__ bool isolate(const Kernel&, const Step&, T*) {
+    return false;
+  }
+  template <class Kernel>
+  static __device__ void poison(Kernel&, int) {}
+};
+
+// A Mask: intervals of rows for each key. The first warp finds the key tiles to visit and lists them in shared memory,
+// up to kListed at a time; the intervals of a tile's keys are copied with its values.
+struct IntervalVisibility {
+  using Mask = Mask32;
+  static constexpr bool kHasIntervals = true;
+  static constexpr int kListed = 32;  // tiles: as many as KeyTileFinder finds at most
+  template <int kKeys>
+  static constexpr int kSlots = 2 + kListed + kKeys;
+
+  struct KeyList {
+    int count;  // of tiles on the list
+    int next;   // the tile to look at for the next list
+    int first;  // the tile to end with
+  };
+  struct ListedTile {
+    int n;
+    Limits seen_by_all;  // rows that see all of its keys, as far as the Mask is concerned
+    bool masked;         // by causal or window
+  };
+  struct ListedKey {
+    int2 seen_by;
+    int is_isolated;
+  };
+
+  struct Step {
+    int n;
+    bool whole, all_whole;  // whether the Mask hides no key of the tile from the warp's rows, and from the block's
+    bool masked;
+  };
+  // The tile is read from the list again and again rather than kept in a register.
+  struct Walk {
+    int i = 0;  // of the tile on the list
+
+    template <class Kernel>
+    __device__ Walk(const Kernel& kernel, int last, int first, int, int) {
+      list_tiles(kernel, last, first);
+    }
+    static __device__ bool is_empty(int tile) { return tile < 0; }
+    static __device__ int end() { return 0; }
+    template <class Kernel>
+    __device__ int tile(const Kernel& kernel) const {
+      return listed_tile(kernel, i);
+    }
+    // After the end of the list there is another one.
+    template <class Kernel>
+    __device__ int advance(const Kernel& kernel) {
+      const auto [count, next, first] = *list(kernel);
+      if (++i >= count && next >= first) {
+        __syncthreads();
+        i = 0;
+        list_tiles(kernel, next, first);
+      }
+      return tile(kernel);
+    }
+    template <class Kernel>
+    __device__ Step step(const Kernel& kernel, int n, int row) const {
+      return {n, is_whole(kernel, i, kernel.row0 + row, 16 * Kernel::kRowTiles),
+              is_whole(kernel, i, kernel.row0, Kernel::kQueries), listed(kernel, i)->masked};
+    }
+  };
+
+  template <class Kernel>
+  static __device__ void start_head(const Kernel& kernel, int b, int h, int hk, int key_start) {
+    *pairs(kernel) = IntervalPairs(kernel.p, b, hk, key_start).head(h);
+  }
+  template <class Kernel>
+  static __device__ void load_pairs(const Kernel& kernel, int n) {
+    const int key = n * Kernel::kKeys + threadIdx.x, length = kernel.length_k();
+    if (threadIdx.x < Kernel::kKeys && *pairs(kernel) != nullptr) {
+      ptx::cp_async_8(&listed_key(kernel, threadIdx.x)->seen_by, *pairs(kernel) + min(key, length - 1), key < length);
+    }
+  }
+  template <class Kernel, class Scores>
+  static __device__ void hide(const Kernel& kernel, const Step& step, Scores& scores) {
+    if (step.whole) return;
+    hide_keys_by_interval(scores, kernel.score_row(), [&](int tile) {
+      const int key = tile * 8 + 2 * t();
+      const int2 even = listed_key(kernel, key)->seen_by, odd = listed_key(kernel, key + 1)->seen_by;
+      return make_int4(even.x, even.y, odd.x, odd.y);
+    });
+  }
+
+  // In a partially masked tile, rows of values that are not finite become zeros, and rows of `out` that see them become
+  // NaN after the product. ListedKey::is_isolated marks their keys.
+  template <class Kernel, class T>
+  static __device__ bool isolate(const Kernel& kernel, const Step& step, T* values) {
+    return !step.all_whole &&
+           isolate_rows<typename Kernel::ValueTile, Kernel::kKeys, Kernel::kThreads>(
+               values, [&](int row, bool finite) { listed_key(kernel, row)->is_isolated = !finite; });
+  }
+  template <class Kernel>
+  static __device__ void poison(Kernel& kernel, int n) {
+#pragma unroll 1
+    for (int i = 0; i < Kernel::kKeys; ++i) {
+      const ListedKey key = *listed_key(kernel, i);
+      if (!key.is_isolated) continue;
+      const Limits rows = kernel.mask().rows_of(n * Kernel::kKeys + i, n * Kernel::kKeys + i + 1);
+#pragma unroll
+      for (int tile = 0; tile < Kernel::kRowTiles; ++tile) {
+        bool sees[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const int row = kernel.row0 + kernel.tile_row(tile) + g() + 8 * r;
+          sees[r] = row >= max(rows.begin, key.seen_by.x) && row < min(rows.end, key.seen_by.y);
+        }
+        poison_rows(kernel.out[tile], sees);
+      }
+    }
+  }
+
+ private:
+  template <class Kernel>
+  static __device__ const int2** pairs(const Kernel& kernel) {  // of the head's first key
+    return kernel.template slot<const int2*>(4);
+  }
+  template <class Kernel>
+  static __device__ KeyList* list(const Kernel& kernel) {
+    return kernel.template slot<KeyList>(5);
+  }
+  template <class Kernel>
+  static __device__ ListedTile* listed(const Kernel& kernel, int i) {
+    return kernel.template slot<ListedTile>(6 + i);
+  }
+  template <class Kernel>
+  static __device__ ListedKey* listed_key(const Kernel& kernel, int i) {  // of the values
+    return kernel.template slot<ListedKey>(6 + kListed + i);
+  }
+
+  // Lists key tiles from `next` down to `first`.
+  template <class Kernel>
+  static __device__ void list_tiles(const Kernel& kernel, int next, int first) {
+    constexpr int kKeys = Kernel::kKeys;
+    if (threadIdx.x < 32) {
+      const int b = kernel.head()->b, h = kernel.head()->h;
+      const int key_start = static_cast<int>(key_sequence(kernel.p, b).start);
+      const Limits rows = kernel.tile_rows(), full = kernel.mask().keys_of_all(rows.begin, rows.end);
+      const KeyTileFinder<kKeys> finder{KeyExtremes(kernel.p, b, h, 1, key_start, kernel.length_k()), rows, first};
+      const int count = finder.find(&next, [&](int i, int n, const IntervalExtremes& keys) {
+        *listed(kernel, i) = {n, {keys.all_first, keys.all_last}, n * kKeys < full.begin || (n + 1) * kKeys > full.end};
+      });
+      if (threadIdx.x == 0) *list(kernel) = {count, next, first};
+    }
+    __syncthreads();
+  }
+  // The i-th key tile on the list; -1 after the last one.
+  template <class Kernel>
+  static __device__ int listed_tile(const Kernel& kernel, int i) {
+    return i < list(kernel)->count ? listed(kernel, i)->n : -1;
+  }
+  // Whether `count` rows from `row` on see all keys of the i-th tile on the list.
+  template <class Kernel>
+  static __device__ bool is_whole(const Kernel& kernel, int i, int row, int count) {
+    const Limits rows = listed(kernel, i)->seen_by_all;
+    return rows.begin <= row && rows.end >= min(row + count, kernel.length_q());
+  }
+};
+
+}  // namespace flashattn_ext::sm80

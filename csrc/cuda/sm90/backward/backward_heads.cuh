@@ -1,0 +1,102 @@
+// Policies of the Hopper backward (backward.cuh, backward_wide.cuh) for grouped heads: which query heads the walk of a
+// key tile covers, and what becomes of its dk and dv. All members are static.
+//   count(p)                 walks of a key tile, in one batch entry
+//   in_walk(p)               query heads of a walk
+//   first(work, heads)       the first of them
+//   describe(p, head, work)  the producer warp: fills in the heads of walk number `head`
+//   finish_tile(kernel, work)
+//                            the warpgroups: what a finished walk does with dk and dv
+//   finish(p, workspace)     the host, after the main kernel
+#pragma once
+
+#include "cuda/sm90/shared/backward_work.cuh"
+#include "cuda/stages/backward_finish.cuh"
+#include "cuda/tile/store_row.cuh"
+
+namespace flashattn_ext::sm90 {
+
+// Writes this warp's 16 rows of dk or dv, times a factor. key: the first row, in the sequence; column: the first
+// column.
+template <class T, int N>
+__device__ __forceinline__ void store_keys(const TensorView& to, const BackwardWork& work, int key,
+                                           const float (&sum)[N][4], float factor, int64_t columns, int column = 0) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int row = key + ptx::opaque(threadIdx.x) % 32 / 4 + 8 * r;  // recomputed rather than kept in a register
+    store_row(row_pointer<T>(to, work.b, work.hk, int64_t{work.key_start} + row) + column, sum, r, factor, false,
+              row < work.length_k, static_cast<int>(columns) - column);
+  }
+}
+
+// A walk covers all query heads of a KV head, so that its dk and dv are complete.
+struct WholeGroups {
+  static __host__ __device__ __forceinline__ int64_t count(const AttnParams& p) { return p.heads_k; }
+  static __device__ __forceinline__ int in_walk(const AttnParams& p) {
+    // group_size() divides 64 bits, a function call around which registers are spilled.
+    return static_cast<int>(p.heads_q) / static_cast<int>(p.heads_k);
+  }
+  static __device__ __forceinline__ int first(const BackwardWork& work, int heads) { return uniform(work.hk) * heads; }
+  static __device__ __forceinline__ void describe(const AttnParams&, int head, BackwardWork* work) { work->hk = head; }
+  template <class Kernel>
+  static __device__ __forceinline__ void finish_tile(const Kernel& kernel, const BackwardWork& work) {
+    using T = typename Kernel::Element;
+    const AttnGradParams& p = kernel.p;
+    const int key = work.key0 + kernel.warp_key;
+    store_keys<T>(p.dk, work, key, kernel.dk, kernel.workspace.gradient_scale, p.head_dim);
+    store_keys<T>(p.dv, work, key, kernel.dv, kernel.workspace.keep_scale, p.head_dim_v);
+  }
+  template <class Layout>
+  static void finish(const AttnGradParams&, const BackwardWorkspace&) {}
+};
+
+// A walk covers one query head, and adds its dk and dv to sums in the workspace (GroupedWorkspace). Key tiles of one
+// query head, which are computed at the same time, read the same queries.
+struct QueryHeads {
+  static __host__ __device__ __forceinline__ int64_t count(const AttnParams& p) { return p.heads_q; }
+  static __device__ __forceinline__ int in_walk(const AttnParams&) { return 1; }
+  static __device__ __forceinline__ int first(const BackwardWork& work, int) { return uniform(work.hq); }
+  static __device__ __forceinline__ void describe(const AttnParams& p, int head, BackwardWork* work) {
+    work->hk = head / static_cast<int>(p.group_size());
+    work->hq = head;
+  }
+  template <class Kernel>
+  static __device__ __forceinline__ void finish_tile(const Kernel& kernel, const BackwardWork& work) {
+    using Layout = typename Kernel::Layout;
+    const int key = work.key0 + kernel.warp_key;
+    if (work.tiles == 0 || key >= work.length_k) return;
+    const int64_t first =
+        work.hk * kernel.workspace.key_tiles + kernel.workspace.first_key_tile(kernel.p, work.b, work.key_start);
+    const int64_t at = (first + key / Layout::kTileRows) * Layout::kTileFloats;
+    add(kernel.workspace.dk + at, kernel.dk);
+    add(kernel.workspace.dv + at, kernel.dv);
+  }
+  // The last stage rounds the sums as it does those of dq: the call's keys stand for its queries.
+  template <class Layout>
+  static void finish(const AttnGradParams& p, const GroupedWorkspace& workspace) {
+    AttnGradParams keys = p;
+    keys.heads_q = p.heads_k;
+    keys.seqlen_q = p.seqlen_k;
+    keys.cu_seqlens_q = p.cu_seqlens_k;
+    keys.total_q = p.total_k;
+    keys.dq = p.dk;
+    BackwardWorkspace sums = workspace;
+    sums.tiles = workspace.key_tiles;
+    sums.dq = workspace.dk;
+    launch_dq_finish<Layout>(keys, sums);
+    keys.dq = p.dv;
+    keys.head_dim = p.head_dim_v;
+    sums.dq = workspace.dv;
+    sums.gradient_scale = workspace.keep_scale;
+    launch_dq_finish<Layout>(keys, sums);
+  }
+
+ private:
+  // This warp's 16 rows, a tile of the layout.
+  template <int N>
+  static __device__ __forceinline__ void add(float* tile, const float (&sum)[N][4]) {
+#pragma unroll
+    for (int c = 0; c < N; ++c) ptx::add_fragment(tile + c * 128, sum[c]);
+  }
+};
+
+}  // namespace flashattn_ext::sm90

@@ -1,0 +1,49 @@
+// The policies of the Hopper backward kernels, by the options of their rows in the table of kernels. The first policy
+// of each sort is empty and compiles to nothing.
+#pragma once
+
+#include "cuda/sm90/backward/backward_dropout.cuh"
+#include "cuda/sm90/backward/backward_gradients.cuh"
+#include "cuda/sm90/backward/backward_heads.cuh"
+#include "cuda/sm90/backward/backward_visibility.cuh"
+
+namespace flashattn_ext::sm90 {
+
+struct PlainBackwardPolicies {
+  using Visibility = ArithmeticQueries;
+  using Heads = WholeGroups;
+  template <class T, class Scores>
+  using Gradients = PlainGradients<Scores>;
+  using Dropping = NoBackwardDropout;
+};
+
+template <Options kOptions>
+struct BackwardPolicies;
+template <>
+struct BackwardPolicies<kPlain> : PlainBackwardPolicies {};
+template <>
+struct BackwardPolicies<kGroups> : PlainBackwardPolicies {
+  using Heads = QueryHeads;
+  template <class T, class Scores>
+  using Gradients = GroupedGradients<Scores>;
+};
+template <>
+struct BackwardPolicies<kDropout> : PlainBackwardPolicies {
+  using Dropping = CounterBackwardDropout;
+};
+template <>
+struct BackwardPolicies<kIntervals> : PlainBackwardPolicies {
+  using Visibility = IntervalQueries;
+};
+template <>
+struct BackwardPolicies<kScores> : PlainBackwardPolicies {
+  template <class T, class Scores>
+  using Gradients = DistanceGradients<T, Scores>;
+};
+template <>
+struct BackwardPolicies<kBias> : PlainBackwardPolicies {
+  template <class T, class Scores>
+  using Gradients = BiasTileGradients<T, Scores>;
+};
+
+}  // namespace flashattn_ext::sm90

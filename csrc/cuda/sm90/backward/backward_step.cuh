@@ -1,0 +1,275 @@
+// Common parts of the two backward kernels for Hopper (backward.cuh, backward_wide.cuh): the producer warp and the
+// launch.
+#pragma once
+
+#include "cuda/host/device.h"
+#include "cuda/host/tensor_map.h"
+#include "cuda/ptx/grid.cuh"
+#include "cuda/score/large_rows.cuh"
+#include "cuda/score/scores.cuh"
+#include "cuda/sm90/backward/backward_heads.cuh"
+#include "cuda/sm90/backward/backward_visibility.cuh"
+#include "cuda/sm90/shared/backward_work.cuh"
+#include "cuda/sm90/shared/named_barriers.h"
+#include "cuda/stages/backward_finish.cuh"
+#include "cuda/stages/bias_finish.cuh"
+#include "cuda/stages/tile_order.cuh"
+#include "cuda/tile/lane.cuh"
+#include "cuda/tile/maybe_array.cuh"
+#include "cuda/tile/ring.cuh"
+#include "rules/bias.h"
+
+namespace flashattn_ext::sm90 {
+
+// Barriers count threads, not warps (`release` in ring.cuh), where threads themselves read or write shared memory. An
+// arrival of the warp's first lane alone would rely on warp synchronisation, which race checkers do not see. q_full
+// counts the copies, of queries and of what a policy loads with them, and the 32 lanes that store lse and delta of the
+// rows.
+template <class Gradients>
+constexpr int kQueryArrivals = Gradients::kCopies + 32;
+
+// The queries that see any key of tile n of the sequence. All lanes of a warp call it together.
+template <class Kernel>
+__device__ __forceinline__ Limits queries_of_tile(const AttnParams& p, const BackwardWork& work, int n) {
+  const int key = n * Kernel::kKeys, end = min(key + Kernel::kKeys, work.length_k);
+  const Limits rows = work.mask(p).rows_of(key, end);
+  return Kernel::Visibility::template clip<Kernel>(p, work, rows, key, end);
+}
+
+// Stores whether a lane has loaded the mark of a row (cuda/score/large_rows.cuh).
+__device__ __forceinline__ void publish_marks(int& has_marks, bool has_mark) {
+  const bool any = __any_sync(~0u, has_mark) != 0;
+  if (lane() == 0) has_marks = any;
+}
+// Reads whether the step has marked rows while its products are computed: read afterwards, the answer would be waited
+// for. Kernel: the state of a warpgroup, whose queries are in shared memory.
+template <class Kernel>
+__device__ __forceinline__ void note_marks(Kernel& kernel) {
+  kernel.has_marks = kernel.shared.has_marks[kernel.queries.stage];
+}
+// Whether a step needs more than the arithmetic of ordinary steps. Masks and marks share one branch, so that the latter
+// cost ordinary steps nothing.
+template <class Kernel>
+__device__ __forceinline__ bool is_rare(const Kernel& kernel, bool masked) {
+  return (static_cast<int>(masked) | kernel.has_marks) != 0;
+}
+// Subtracts the words of marked rows, which few steps have, from the products of a step, after note_marks. b, h, row:
+// of the first query; query: its place in the step.
+template <class Kernel, class Score, int N>
+__device__ __forceinline__ void subtract_words_of_step(const Kernel& kernel, float (&products)[N][4],
+                                                       const Score& score, int b, int h, int row, int query = 0) {
+  if (kernel.has_marks == 0) return;
+  subtract_words(reinterpret_cast<float (&)[1][N][4]>(products), score, kernel.shared.lse[kernel.queries.stage] + query,
+                 kernel.workspace.words_of(kernel.p, b, h, row));
+}
+
+// dP of rows with one weight becomes 0 (cuda/score/large_rows.cuh).
+template <class Kernel, int N>
+__device__ __forceinline__ void clear_rows_of_step(const Kernel& kernel, float (&dp)[N][4], int query = 0) {
+  if (kernel.has_marks == 0) return;
+  clear_rows_of_one_weight(reinterpret_cast<float (&)[1][N][4]>(dp), kernel.shared.lse[kernel.queries.stage] + query);
+}
+
+// --- the producer warp --------------------------------------------------------------------------------------------
+
+template <class Kernel>
+struct BackwardLoader {
+  using Work = typename Kernel::Work;
+  using Walk = typename Kernel::Walk;
+  static constexpr int kQueries = Kernel::kQueries, kKeys = Kernel::kKeys;
+
+  typename Kernel::Shared& shared;
+  const AttnGradParams& p;
+  const typename Kernel::Workspace& workspace;
+  const typename Kernel::Maps& maps;
+  RingPosition<Kernel::kKeyStages> keys;
+  RingPosition<Kernel::kStages> queries;
+  RingPosition<Kernel::kDoutStages> douts;  // only with kDoutApart
+  RingPosition<Kernel::kWorkStages> works;
+  uint32_t next_parity = 0;  // of SharedTile
+  int query_start = 0;
+
+  __device__ void load_tiles(const TileGrid& grid) {
+    const int heads = static_cast<int>(Kernel::Heads::count(p)), all_heads = heads * static_cast<int>(p.batch);
+    // A thread block takes its next tile after it has loaded the one before. In a deterministic call thread blocks then
+    // keep, through all tiles, the distances between each other at which they settled in the first ones. There they
+    // take the first tile from the counter too: the tiles before it are under way even if other kernels occupy so many
+    // multiprocessors that some thread blocks of this one have not started.
+    const int first = p.deterministic ? next_tile(grid) : static_cast<int>(blockIdx.x) / Kernel::kBlocks;
+    for (int tile = first; tile < grid.tiles; tile = next_tile(grid)) {
+      // The first key tiles of causal heads have the most query tiles: they come first.
+      const auto [head, block] = grid.index(tile, all_heads);
+      // With a bias the batch entries of a head are adjacent, because they may read the same bias.
+      const int batch = static_cast<int>(p.batch);
+      BackwardWork work = Kernel::Gradients::kBatchesTogether ? start_head(head % batch, head / batch)
+                                                              : start_head(head / heads, head % heads);
+      // A sequence may be longer than the host was told. Then the last tile number stands for all later tiles too, in
+      // the order in which a deterministic call adds to dq.
+      for (start_tile(work, first_tile(grid, block, work)); work.exists(); start_tile(work, next_tile(work))) {
+        find_queries(work);
+        const Work& published = publish(work);
+        if (uniform(published.tiles) > 0) load_tile(published);
+        if (descends(published) ? published.n < grid.blocks : block != grid.blocks - 1) break;
+        work = published;
+      }
+    }
+    publish_end();
+  }
+
+  __device__ __forceinline__ int next_tile(const TileGrid& grid) {
+    auto take = [&] { return grid.take(p.deterministic ? 0 : static_cast<int>(gridDim.x) / Kernel::kBlocks); };
+    if constexpr (Kernel::kPaired) {
+      return uniform(lane() == 0 ? shared.next_tile[0].next(take, &next_parity) : 0);
+    } else {
+      return uniform(lane() == 0 ? take() : grid.tiles);
+    }
+  }
+  // Whether the key tiles of a head are computed in descending order.
+  static __device__ __forceinline__ bool descends(const BackwardWork& work) {
+    return Kernel::Visibility::key_tiles_descend(work);
+  }
+  static __device__ __forceinline__ int first_tile(const TileGrid& grid, int block, const BackwardWork& work) {
+    if (!descends(work)) return block;
+    return block == 0 ? max(grid.blocks, (work.length_k + kKeys - 1) / kKeys) - 1 : grid.blocks - 1 - block;
+  }
+  static __device__ __forceinline__ int next_tile(const BackwardWork& work) {
+    return descends(work) ? work.n - 1 : work.n + 1;
+  }
+  static __device__ __forceinline__ int column() {
+    return half_of_pair<Kernel::kPaired && !Kernel::kSharesKeys>() * Kernel::kColumns;
+  }
+
+  __device__ BackwardWork start_head(int b, int head) {
+    const Sequence queries = query_sequence(p, b), keys = key_sequence(p, b);
+    query_start = static_cast<int>(queries.start);
+    BackwardWork work{b};
+    Kernel::Heads::describe(p, head, &work);
+    work.key_start = static_cast<int>(keys.start);
+    work.length_q = static_cast<int>(queries.length);
+    work.length_k = static_cast<int>(keys.length);
+    work.dq_tile = static_cast<int>(workspace.first_tile(p, b, queries));
+    Kernel::Visibility::choose_order(p, &work);
+    return work;
+  }
+  static __device__ void start_tile(BackwardWork& work, int n) {
+    work.n = n;
+    work.key0 = n * kKeys;
+  }
+  __device__ void find_queries(BackwardWork& work) const {
+    const Limits rows = queries_of_tile<Kernel>(p, work, work.n);
+    work.first = rows.begin / kQueries;
+    work.tiles = rows.end > rows.begin && p.heads_q > 0 ? (rows.end - 1) / kQueries + 1 - work.first : 0;
+  }
+  // Returns the description in shared memory, which stays unchanged while it is in use: registers are scarce here too.
+  __device__ const Work& publish(const BackwardWork& work) {
+    ptx::barrier_wait(&shared.work_empty[works.stage], works.parity ^ 1);
+    Work& to = shared.work[works.stage];
+    Kernel::Visibility::template describe<Kernel>(p, work, to);
+    if (lane() == 0) {
+      static_cast<BackwardWork&>(to) = work;
+      ptx::barrier_arrive(&shared.work_full[works.stage]);
+    }
+    works.advance();
+    __syncwarp();
+    return to;
+  }
+  __device__ void publish_end() const {
+    ptx::barrier_wait(&shared.work_empty[works.stage], works.parity ^ 1);
+    if (lane() != 0) return;
+    static_cast<BackwardWork&>(shared.work[works.stage]) = BackwardWork{};
+    ptx::barrier_arrive(&shared.work_full[works.stage]);
+  }
+
+  __device__ void load_tile(const BackwardWork& work) {
+    const int batch = p.is_varlen() ? 0 : work.b, heads = Kernel::Heads::in_walk(p);
+    const int half = half_of_pair<Kernel::kSharesKeys>(), key = work.key_start + work.key0 + half * 64;
+    ptx::barrier_wait(&shared.keys_empty[keys.stage], keys.parity ^ 1);
+    if (lane() == 0) {
+      load_panels(shared.k[keys.stage], shared.k_full[keys.stage], maps.k, key, work.hk, batch, column());
+      if constexpr (Kernel::kSharesKeys) {  // the other block's keys, this block's columns of dq
+        load_panels(shared.other_k[keys.stage], shared.k_full[keys.stage], maps.k, key + 64 - 128 * half, work.hk,
+                    batch, half * Kernel::kColumns / 2);
+      }
+      load_panels(shared.v[keys.stage], shared.v_full[keys.stage], maps.v, key, work.hk, batch, column());
+      Kernel::Gradients::load_keys(shared, keys.stage, maps, key, work.hk, batch);
+    }
+    keys.advance();
+    for (Walk now(p, work, heads); now.left > 0; now.advance()) load_queries(work, now, batch);
+  }
+
+  // Rows after the last of the sequence get an lse of +inf, which makes their weights 0 for any score.
+  __device__ void load_queries(const BackwardWork& work, const Walk& now, int batch) {
+    const int stage = queries.stage, row = query_start + now.m * kQueries;
+    ptx::barrier_wait(&shared.queries_empty[stage], queries.parity ^ 1);
+    if (lane() == 0) {
+      load_panels(shared.q[stage], shared.q_full[stage], maps.q, row, now.h, batch, column());
+      if (!Kernel::kDoutApart) load_panels(shared.dout[stage], shared.dout_full[stage], maps.dout, row, now.h, batch);
+      Kernel::Gradients::load_queries(shared, stage, maps, row, now.h, batch, work.key0);
+    }
+    const int rows = work.length_q - now.m * kQueries;
+    const int64_t index = now.h * workspace.rows + (p.is_varlen() ? 0 : work.b * p.seqlen_q) + row;
+    float lse[kQueries / 32], delta[kQueries / 32];
+    bool has_mark = false;
+#pragma unroll
+    for (int i = 0; i < kQueries / 32; ++i) {
+      const bool exists = i * 32 + lane() < rows;
+      lse[i] = exists ? workspace.lse[index + i * 32 + lane()] : infinity();
+      delta[i] = exists ? workspace.delta[index + i * 32 + lane()] : 0.f;
+    }
+#pragma unroll
+    for (int i = 0; i < kQueries / 32; ++i) {
+      shared.lse[stage][i * 32 + lane()] = lse[i];
+      shared.delta[stage][i * 32 + lane()] = delta[i];
+      has_mark = has_mark || is_mark(lse[i]);
+    }
+    publish_marks(shared.has_marks[stage], has_mark);
+    Kernel::Gradients::load_rows(shared, stage, p, workspace, row, now.h, batch, rows);
+    ptx::barrier_arrive(&shared.q_full[stage]);  // every lane, for its own writes
+    queries.advance();
+    if constexpr (Kernel::kDoutApart) {  // dout has stages of its own
+      ptx::barrier_wait(&shared.dout_empty[douts.stage], douts.parity ^ 1);
+      if (lane() == 0) {
+        load_panels(shared.dout[douts.stage], shared.dout_full[douts.stage], maps.dout, row, now.h, batch, column());
+      }
+      douts.advance();
+    }
+  }
+};
+
+// The producer warpgroup: the loads and, with a Mask, the inspection.
+template <class Kernel>
+__device__ __forceinline__ void load_or_inspect(typename Kernel::Shared& shared, const AttnGradParams& p,
+                                                const typename Kernel::Workspace& workspace,
+                                                const typename Kernel::Maps& maps, const TileGrid& grid) {
+  const int warp = uniform(static_cast<int>(threadIdx.x) / 32);
+  if (warp == 0) {
+    BackwardLoader<Kernel>{shared, p, workspace, maps}.load_tiles(grid);
+  } else {
+    Kernel::Visibility::template inspect<Kernel>(shared, p, warp);
+  }
+}
+
+// --- on the host --------------------------------------------------------------------------------------------------
+
+// name: of the kernel, in errors.
+template <class Kernel, class Entry, class Params>
+void launch_backward_main(Entry kernel, const char* name, const Params& p,
+                          const typename Kernel::Workspace& workspace) {
+  Params walks = p;  // for the order of tiles each walk has a KV head of its own
+  walks.heads_k = Kernel::Heads::count(p);
+  const int64_t blocks = tile_count(p.seqlen_k, Kernel::kKeys), all = blocks * p.batch * walks.heads_k;
+  if (all == 0) return;
+  typename Kernel::Maps maps;
+  constexpr int kBlockKeys = Kernel::kKeys / (Kernel::kSharesKeys ? 2 : 1);
+  static_cast<BackwardMaps&>(maps) = {
+      query_map(p, p.q, p.head_dim, Kernel::kQueries), key_map(p, p.k, p.head_dim, kBlockKeys),
+      key_map(p, p.v, p.head_dim_v, kBlockKeys), query_map(p, p.dout, p.head_dim_v, Kernel::kQueries)};
+  Kernel::Gradients::set_more_maps(p, &maps, Kernel::kQueries, Kernel::kKeys);
+  const int64_t at_once = multiprocessors() / Kernel::kBlocks, teams = std::min(all, at_once);
+  const TileGrid grid{backward_order(walks, blocks, 2, at_once, Kernel::kSectionHeads), static_cast<int>(all),
+                      workspace.key_tiles_taken};
+  launch_early(kernel, name, p, row_of_blocks(teams * Kernel::kBlocks, name, p), Kernel::kThreads,
+               static_cast<int>(sizeof(typename Kernel::Shared)), p, workspace, maps, grid);
+}
+
+}  // namespace flashattn_ext::sm90

@@ -1,0 +1,519 @@
+// Forward on Hopper, warp-specialised and persistent: a thread block computes tiles of queries of one head, 64 rows in
+// each of two to four warpgroups, while one more warp loads queries, keys and values by TMA (Shah et al. 2024,
+// "FlashAttention-3"). Key tiles come in descending order. The step of key tile n issues the product for its scores,
+// then that for the values of n + 1: the softmax of n overlaps the second one. Warpgroups issue their products in
+// ping-pong order, so that the softmax of one also overlaps the products of another. docs/sm90_forward.md draws a step.
+// What options change is in policies: visibility_policy.cuh, score_policy.cuh and dropout_policy.cuh.
+#pragma once
+
+#include <type_traits>
+
+#include "cuda/host/device.h"
+#include "cuda/host/launch.cuh"
+#include "cuda/host/tensor_map.h"
+#include "cuda/passes/aligned_rows.h"
+#include "cuda/ptx/grid.cuh"
+#include "cuda/score/largest_scores.cuh"
+#include "cuda/score/scores.cuh"
+#include "cuda/sm90/forward/chunking_policy.cuh"
+#include "cuda/sm90/forward/forward_operands.cuh"
+#include "cuda/sm90/forward/forward_output.cuh"
+#include "cuda/sm90/forward/forward_policies.cuh"
+#include "cuda/sm90/forward_large/forward_large.cuh"
+#include "cuda/sm90/fp8/value_transposer.cuh"
+#include "cuda/sm90/kernels.h"
+#include "cuda/sm90/shared/forward_consumer.cuh"
+#include "cuda/sm90/shared/forward_work.cuh"
+#include "cuda/sm90/shared/named_barriers.h"
+#include "cuda/sm90/shared/tiles.h"
+#include "cuda/stages/tile_order.cuh"
+#include "cuda/tile/maybe_array.cuh"
+#include "cuda/tile/ring.cuh"
+#include "cuda/tile/store_row.cuh"
+
+namespace flashattn_ext::sm90 {
+
+// TileOfRow: kTile, of the row of the table of kernels; Policies: forward_policies.cuh; Chunking: chunking_policy.cuh.
+// kTransposes: forward_operands.cuh.
+template <class T, int kHeadDim, int kHeadDimV, class TileOfRow, class Policies, class Chunking = NoChunks,
+          bool kTransposes = false>
+struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Policies, Chunking, kTransposes>> {
+  static constexpr ForwardTile kTile = TileOfRow::kTile;
+  using Operands = ForwardOperands<T, kHeadDim, kHeadDimV, TileOfRow, kTransposes>;
+  using Element = typename Operands::Element;
+  static constexpr RegisterBudget kRegisters = Operands::kRegisters;
+  static constexpr int kGroups = kTile.groups, kQueries = kTile.queries(), kKeys = kTile.keys;
+  static constexpr int kStages = kTile.stages, kElementBytes = sizeof(T);
+  static constexpr int kThreads = (kGroups + 1) * kGroupThreads, kWarps = kGroups * 4;
+  static constexpr int kPanels = panels(Operands::kColumns);
+  static constexpr int kScoreTiles = kKeys / 8, kOutTiles = kHeadDimV / 8, kSteps = Operands::kSteps;
+  using Visibility = typename Policies::template Visibility<kGroups>;
+  using Scores = typename Policies::template Scores<T, kKeys>;
+  using Dropping = typename Policies::template Dropping<kSteps>;
+  using Generator = typename Dropping::Generator;
+  using Maps = typename Scores::Maps;
+  using Score = typename Scores::Rule;
+  using KeyWalk = typename Visibility::Walk;
+  static constexpr bool kMasks = Visibility::kHasIntervals;
+  static constexpr int kMaskStages = kMasks ? kStages : 0, kMaskBatches = kMasks ? kKeyBatches : 0;
+  static constexpr int kPingPong = kForwardPingPong;
+  static constexpr bool kTurnsOfValues = kGroups > 2;  // with kInTurn
+  static constexpr bool kClearsTail = !Operands::kZeroRows, kTailsOfCaches = Policies::kTailsOfCaches;
+  static constexpr int kBiasTiles = Scores::kTileStages;
+  static constexpr int kRowStages = Operands::kRowStages, kTransposers = kRowStages > 0 ? kTransposingWarps : 0;
+
+  // Whether rows of `out` are stored by TMA, where shared memory has room for them.
+  static constexpr int kOutPanels = panels(kHeadDimV), kOtherBytes = 2048;  // at most: barriers and the work
+  static constexpr int kTileBytes =
+      (kPanels + kOutPanels) * kQueries * 128 +
+      kStages * static_cast<int>(kPanels * kKeys * 128 + sizeof(typename Operands::Values));
+  static constexpr bool kStoresByTma = std::is_same_v<Chunking, NoChunks> && !Policies::kTailsOfCaches && !kMasks &&
+                                       kBiasTiles == 0 && !Scores::kIsFp8 && kTileBytes + kOtherBytes <= kSharedLimit;
+
+  using Work = ForwardWork;
+  using SeenWork = typename Chunking::Work;
+  using KeyTile = sm90::KeyTile<kGroups>;
+  using KeyBatch = sm90::KeyBatch<Work, KeyTile>;
+  using PartialTile = sm90::PartialTile<kKeys>;
+
+  // Tiles are as in cuda/tile/panels.cuh. A barrier `full` says that a stage has arrived, `empty` that it may be
+  // overwritten.
+  struct Shared {
+    alignas(kPanelAlignment) Element q[kPanels][kQueries][kPanelColumns];
+    alignas(kPanelAlignment) Element k[kStages][kPanels][kKeys][kPanelColumns];
+    alignas(kPanelAlignment) typename Operands::Values v[kStages];
+    // Values before they are transposed (value_transposer.cuh).
+    alignas(panel_alignment(kRowStages)) MaybeArray<Element[1][kKeys][kPanelColumns], kRowStages> rows;
+    alignas(panel_alignment(kBiasTiles)) MaybeArray<T[panels(kKeys)][kQueries][kPanelColumns], kBiasTiles> bias;
+    alignas(panel_alignment(kStoresByTma))
+        MaybeArray<T[kOutPanels][kOutRows][kPanelColumns], kStoresByTma ? kWarps : 0> out;
+    ptx::Barrier q_full, q_empty;
+    ptx::Barrier k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
+    MaybeArray<ptx::Barrier, kRowStages> rows_full, rows_empty;
+    ptx::Barrier work_full, work_empty, tail_cleared;
+    Work work;
+    // With a Mask (forward_mask.cuh). v_arrived: values have arrived that are inspected before v_full completes.
+    // tiles_end: all key tiles of a query tile but the last kKeyTilesAhead have been loaded. poisoned: whether the
+    // result is NaN, for each row of a query tile and of the next one.
+    MaybeArray<KeyTile, kMaskStages> key_tiles;  // one for each stage of keys
+    MaybeArray<ptx::Barrier, kMaskBatches> batch_full, batch_empty;
+    MaybeArray<ptx::Barrier, kMaskStages> pairs_full, v_arrived;
+    MaybeArray<ptx::Barrier, kMasks ? 1 : 0> tiles_end;
+    MaybeArray<KeyBatch, kMaskBatches> batches;
+    MaybeArray<PartialTile, kMaskStages> partial_tiles;
+    MaybeArray<bool[kQueries], kMasks ? 2 : 0> poisoned;
+    MaybeArray<ptx::Barrier, kBiasTiles> bias_full, bias_empty;
+  };
+  static_assert(sizeof(Shared) <= kSharedLimit);
+  static_assert(kStages >= 2);  // the next keys are loaded before these values
+
+  template <class Take, class Body>
+  static __device__ __forceinline__ void each_work(const AttnParams& p, const TileGrid& grid, const Take& take,
+                                                   const Body& body) {
+    each_forward_work<kQueries, kKeys, Scores::kBatchesTogether, Visibility::kTakesLate>(
+        p, grid, static_cast<int>(blockIdx.x), take, body);
+  }
+
+  // --- the producer thread, without intervals -----------------------------------------------------------------------
+
+  struct Loader {
+    Shared& shared;
+    const AttnParams& p;
+    const Maps& maps;
+    RingPosition<kStages> k, v;
+    RingPosition<kRowStages> rows;
+    BiasTileLoader<kBiasTiles> bias;
+    uint32_t q_parity = 0, work_parity = 0;
+
+    __device__ void load_tiles(const TileGrid& grid) {
+      each_work(
+          p, grid, [&](int tile) { return grid.next(tile); },
+          [&](const Work& work, int key_start) {
+            publish_work(shared, work, &work_parity);
+            if (work.sees_keys()) load_tile(work, key_start);
+          });
+      publish_work(shared, Work{}, &work_parity);
+    }
+    __device__ void load_tile(const Work& work, int key_start) {
+      const int batch = p.is_varlen() ? 0 : work.b, hk = work.h / static_cast<int>(p.group_size());
+      load_steps(
+          work,
+          [&](auto& to, ptx::Barrier& full) {
+            load_panels(to, full, maps.q, work.query_start + work.row0, work.h, batch);
+          },
+          [&](auto& to, ptx::Barrier& full, const auto& map, int n) {
+            load_panels(to, full, map, key_start + n * kKeys, hk, batch);
+          },
+          [&](auto& to, ptx::Barrier& full, const auto& map, int n) {
+            const TilePlace at = Operands::values_at(p, batch, work.b, hk, key_start, n);
+            load_panels(to, full, map, at.row, at.head, at.batch);
+          });
+    }
+    // load_q(tile, barrier): starts copying the queries. load_k and load_v(tile, barrier, map, n): the keys and the
+    // values of key tile n.
+    template <class LoadQueries, class LoadKeys, class LoadValues>
+    __device__ __forceinline__ void load_steps(const Work& work, const LoadQueries& load_q, const LoadKeys& load_k,
+                                               const LoadValues& load_v) {
+      auto load_keys = [&](int n) {
+        ptx::barrier_wait(&shared.k_empty[k.stage], k.parity ^ 1);
+        load_k(shared.k[k.stage], shared.k_full[k.stage], maps.k, n);
+        k.advance();
+        bias.load(shared, maps, work, n * kKeys);
+      };
+      load_keys(work.last);  // they have room earlier than the queries
+      ptx::barrier_wait(&shared.q_empty, q_parity ^ 1);
+      load_q(shared.q, shared.q_full);
+      q_parity ^= 1;
+      for (int n = work.last; n >= work.first; --n) {
+        if (n > work.first) load_keys(n - 1);
+        if constexpr (kTransposers) {
+          ptx::barrier_wait(&shared.rows_empty[rows.stage], rows.parity ^ 1);
+          load_v(shared.rows[rows.stage], shared.rows_full[rows.stage], maps.v, n);
+          rows.advance();
+        } else {
+          ptx::barrier_wait(&shared.v_empty[v.stage], v.parity ^ 1);
+          load_v(shared.v[v.stage], shared.v_full[v.stage], maps.v, n);
+          v.advance();
+        }
+      }
+    }
+  };
+  // --- the consumer warpgroups ------------------------------------------------------------------------------------
+
+  Shared& shared;
+  const AttnParams& p;
+  const int group, warp_row;  // first of this warp's 16 rows, within the tile
+  const Score& score;
+  uint32_t q_parity = 0, work_parity = 0, tail_parity = 0;
+  RingPosition<kStages> k, v;
+  float scores[kScoreTiles][4], out[kOutTiles][4];
+  uint32_t weights[kSteps][4];
+  Operands operands;
+  Dropping dropping;
+  Chunking chunking;
+  OnlineSoftmax<> softmax;
+  Scores scoring;
+  float shrink[2];                       // the factors for `out` before the next values are added
+  const CUtensorMap* out_map = nullptr;  // of kStoresByTma; nullptr: warps store their rows themselves
+
+  __device__ Forward(Shared& shared, const AttnParams& params, const Score& score, int group)
+      : shared(shared),
+        p(params),
+        group(group),
+        warp_row(uniform(static_cast<int>(threadIdx.x) / 32 - 4) * 16),
+        score(score) {}
+
+  // A step, as score policies take it, and the biases of this warp's scores in it.
+  struct Step {
+    const SeenWork& work;
+    int n;
+  };
+  template <class Bias>
+  __device__ __forceinline__ Bias bias(const Step& step) const {
+    const SeenWork& work = step.work;
+    return Bias(p, work.b, work.h, work.mask(p), work.row0 + warp_row, step.n * kKeys);
+  }
+  // The scores as tiles of one row tile, as functions of all architectures take them.
+  __device__ __forceinline__ auto& score_tile() { return reinterpret_cast<float (&)[1][kScoreTiles][4]>(scores); }
+
+  __device__ __forceinline__ void compute_tiles() {
+    Generator generator(p);
+    if (group == 0) this->pass_phase(kGroups - 1);
+    for (Work work = receive_work(shared, &work_parity); work.exists(); work = receive_work(shared, &work_parity)) {
+      generator.start_tile(p, work.b);
+      start_tile(work);
+      if (work.sees_keys()) Visibility::compute_tile(*this, work, generator);
+      finish_tile(work);
+    }
+    if constexpr (kStoresByTma) ptx::bulk_wait<0>();
+  }
+
+  __device__ __forceinline__ void compute_steps(const SeenWork& work, KeyWalk& walk, const Generator& generator) {
+    const int& n = walk.n;
+    const auto mask = work.mask(p);
+    const int row = work.row0 + warp_row;
+    // Keys that every row of the warp sees; tiles with other keys are masked.
+    const Limits unmasked{mask.keys_of(row + 15, row + 16).begin, mask.keys_of(row, row + 1).end};
+    if constexpr (Operands::kInTurn) return compute_steps_in_turn(work, walk, unmasked);
+    Visibility::await_keys(*this);
+    this->await_phase();
+    score_product<Operands::kColumns, uint64_t>(scores, shared.q, group * 64, shared.k[k.stage]);
+    this->pass_phase(group);
+    const auto begun = scoring.begin(*this, Step{work, n});
+    ptx::wgmma_wait<0>();
+    ptx::hold(scores);
+    this->end_keys(Visibility::is_last(walk));
+    weigh(work, walk, unmasked, begun);
+    dropping.draw(p, generator, work.h, row, n * kKeys);
+    dropping.pack_early(operands, scores);
+    // Otherwise `out` is still zero.
+    if (Visibility::kResumes || Operands::kDefersRescaling) operands.rescale(out, shrink);
+    pack_weights();
+    if (n == work.last) this->clear_tail_of_values(work);
+    if (Visibility::has_next(*this, walk)) {
+      for (Visibility::advance(walk);; Visibility::advance(walk)) {
+        Visibility::await_keys(*this);
+        this->await_phase();
+        score_product<Operands::kColumns, uint64_t>(scores, shared.q, group * 64, shared.k[k.stage]);
+        ptx::barrier_wait(&shared.v_full[v.stage], v.parity);
+        operands.accumulate(out, weights, shared.v[v.stage]);
+        this->pass_phase(group);
+        const auto begun = scoring.begin(*this, Step{work, n});
+        ptx::wgmma_wait<1>();
+        ptx::hold(scores);
+        this->end_keys(Visibility::is_last(walk));
+        chunking.end_scores(n, softmax);
+        weigh(work, walk, unmasked, begun);
+        dropping.draw(p, generator, work.h, row, n * kKeys);
+        dropping.pack_early(operands, scores);
+        ptx::hold(scores);
+        // The loop exits here, before the wait in end_step: within one basic block the compiler would move the wait to
+        // before the exponentials, and nothing would overlap the product of the values.
+        if (!Visibility::has_next(*this, walk)) break;
+        end_step(n);
+      }
+      end_step(n);
+    }
+    ptx::barrier_wait(&shared.v_full[v.stage], v.parity);
+    operands.accumulate(out, weights, shared.v[v.stage]);
+    end_values();
+  }
+
+  // The same without overlap within the warpgroup, for ForwardOrder::kInTurn. Three or four warpgroups take turns at
+  // the products with values instead of those for scores: then their softmaxes begin further apart.
+  __device__ __forceinline__ void compute_steps_in_turn(const SeenWork& work, KeyWalk& walk, const Limits& unmasked) {
+    for (;; Visibility::advance(walk)) {
+      Visibility::await_keys(*this);
+      if constexpr (!kTurnsOfValues) this->await_phase();
+      score_product<Operands::kColumns, uint64_t>(scores, shared.q, group * 64, shared.k[k.stage]);
+      if constexpr (!kTurnsOfValues) this->pass_phase(group);
+      const auto begun = scoring.begin(*this, Step{work, walk.n});
+      ptx::wgmma_wait<0>();
+      ptx::hold(scores);
+      this->end_keys(Visibility::is_last(walk));
+      weigh(work, walk, unmasked, begun);
+      operands.rescale(out, shrink);
+      pack_weights();
+      ptx::barrier_wait(&shared.v_full[v.stage], v.parity);
+      if constexpr (kTurnsOfValues) this->await_phase();
+      operands.add_product(out, weights, shared.v[v.stage]);
+      if constexpr (kTurnsOfValues) this->pass_phase(group);
+      release(shared.v_empty[v.stage]);
+      v.advance();
+      if (!Visibility::has_next(*this, walk)) return;
+    }
+  }
+
+  __device__ __forceinline__ void skip_more() { scoring.skip(*this); }
+  __device__ __forceinline__ void clear_values(int rows, int thread, int threads) {
+    clear_rows(shared.v[v.stage], rows, thread, threads);
+  }
+
+  __device__ __forceinline__ void start_tile(const Work& work) {
+    set_zero(out);
+    // The sink is counted after the last key. As the first maximum it would leave weights near 1 that 16 bits do not
+    // hold exactly, and dS would lose digits.
+    softmax.start(-infinity());
+    scoring.start_tile(p, work.b, work.h);
+  }
+
+  __device__ __forceinline__ void pack_weights() { dropping.pack(operands, weights, p, scores); }
+
+  // Scores against a key tile become weights. They are packed later, in pack_weights: the registers of packed weights
+  // are operands of the product in flight, which writes to `out` as well.
+  template <class Begun>
+  __device__ __forceinline__ void weigh(const SeenWork& work, const KeyWalk& walk, const Limits& unmasked,
+                                        const Begun& begun) {
+    const int row = work.row0 + warp_row + g(), key0 = walk.n * kKeys, key = key0 + 2 * t();
+    const Step step{work, walk.n};
+    const auto& rule = scoring.make_logits(*this, score_tile(), step, begun);
+    const bool before = key0<unmasked.begin, after = key0 + kKeys> unmasked.end;
+    // One branch around both, because most tiles take neither.
+    if (before || after) {
+      if (before) hide_keys<true, false>(score_tile(), work.mask(p), row, key);
+      if (after) hide_keys<false, true>(score_tile(), work.mask(p), row, key);
+    }
+    Visibility::hide(*this, walk, row);
+    const auto keep_shrink = [&](const float (&factors)[2]) {
+      shrink[0] = factors[0];
+      shrink[1] = factors[1];
+    };
+    float sums[2];
+    const auto keep_sum = [&](int r, float sum) { sums[r] = sum; };
+    if constexpr (Operands::kComparesThree) {
+      float largest[2];
+      largest_scores(largest, scores);
+      softmax.weigh(scores, largest, rule, Operands::kTolerance, keep_shrink, keep_sum);
+    } else {
+      softmax.weigh(scores, rule, Operands::kTolerance, keep_shrink, keep_sum);
+    }
+    scoring.add_centres(*this, step, 0, scores, sums, shrink);
+  }
+
+  __device__ __forceinline__ void end_step(int n) {
+    end_values();
+    if (chunking.begins(n)) {
+      pack_weights();
+      return chunking.end_values(out);
+    }
+    operands.rescale(out, shrink);
+    pack_weights();
+  }
+  __device__ __forceinline__ void end_values() {
+    ptx::wgmma_wait<0>();
+    operands.hold(out);
+    release(shared.v_empty[v.stage]);
+    v.advance();
+    operands.add(out);
+  }
+
+  __device__ __forceinline__ void finish_tile(const Work& work) {
+    bool poisoned[2] = {false, false};
+    Visibility::take_poisoned(*this, poisoned);
+
+    float sink_shrink[2] = {1, 1};
+    if (p.has_sink) softmax.end(head_sink(p, work.h), Scores::kWeightScale, sink_shrink);
+    const float scale = 256.f / p.dropout_threshold * scoring.value_scale(p, work.b, work.h);
+    const int row = work.row0 + warp_row + g(), columns = static_cast<int>(p.head_dim_v);
+    const int64_t at = int64_t{work.query_start} + row;
+    const float sums[2] = {softmax.total(0), softmax.total(1)};
+    const bool exist[2] = {row < work.length_q, row + 8 < work.length_q}, zero[2] = {sums[0] == 0, sums[1] == 0};
+    float factors[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) factors[r] = poisoned[r] ? not_a_number() : scale * sink_shrink[r] / sums[r];
+    if constexpr (Scores::kIsFp8) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        store_row_of_fp8(p, work.b, work.h, at + 8 * r, out, r, factors[r], zero[r], exist[r], columns);
+      }
+    } else if (!store_by_tma(work, factors, exist[1] && !zero[0] && !zero[1])) {
+      store_rows(row_pointer<T>(p.out, work.b, work.h, at), 8 * p.out.row_stride, out, factors, zero, exist, columns);
+    }
+    constexpr float kTotal = 1 / Scores::kWeightScale;
+    softmax.write(p, work.b, work.h, at, {sums[0] * kTotal, sums[1] * kTotal}, exist);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      scoring.write_centres(p, work.b, work.h, at + 8 * r, 0, r, sums[r] / sink_shrink[r], exist[r]);
+    }
+  }
+
+  // Returns false if the warp has to store its rows itself. plain: whether those of this lane exist and are not zero.
+  __device__ __forceinline__ bool store_by_tma(const Work& work, const float (&factors)[2], bool plain) {
+    if constexpr (kStoresByTma) {
+      if (!out_map || !__all_sync(~0u, plain)) return false;
+      start_store(shared.out[warp_row / kOutRows], *out_map, out, factors, work.query_start + work.row0 + warp_row,
+                  work.h, p.is_varlen() ? 0 : work.b);
+      return true;
+    }
+    return false;
+  }
+};
+
+// others: further arguments of the consumers.
+template <class Kernel, class... Others>
+__device__ __forceinline__ void run_forward(const AttnParams& p, const typename Kernel::Maps& maps,
+                                            const TileGrid& grid, const typename Kernel::Score& score,
+                                            const Others&... others) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  extern __shared__ __align__(1024) unsigned char memory[];
+  typename Kernel::Shared& in_memory = *reinterpret_cast<typename Kernel::Shared*>(memory);
+  typename Kernel::Shared& shared = Kernel::Visibility::kUniformShared ? uniform_shared(in_memory) : in_memory;
+  if (threadIdx.x == 0) {
+    ptx::prefetch_tensor_map(&maps.q);
+    ptx::prefetch_tensor_map(&maps.k);
+    ptx::prefetch_tensor_map(&maps.v);
+    ptx::barrier_init(&shared.q_full, 1);
+    ptx::barrier_init(&shared.q_empty, Kernel::kWarps);
+    for (int i = 0; i < Kernel::kStages; ++i) {
+      ptx::barrier_init(&shared.k_full[i], 1);
+      ptx::barrier_init(&shared.k_empty[i], Kernel::kWarps);
+      ptx::barrier_init(&shared.v_full[i],
+                        Kernel::kTransposers ? Kernel::kTransposers : Kernel::Visibility::kValueArrivals);
+      ptx::barrier_init(&shared.v_empty[i], Kernel::kWarps);
+      Kernel::Visibility::init_stage(shared, i);
+    }
+    for (ptx::Barrier& barrier : shared.rows_full) ptx::barrier_init(&barrier, 1);
+    for (ptx::Barrier& barrier : shared.rows_empty) ptx::barrier_init(&barrier, Kernel::kTransposers);
+    BiasTileLoader<Kernel::kBiasTiles>::template init<Kernel>(shared);
+    Kernel::Visibility::init(shared);
+    ptx::barrier_init(&shared.work_full, 1);
+    ptx::barrier_init(&shared.work_empty, Kernel::kWarps + Kernel::kTransposers);
+    ptx::barrier_init(&shared.tail_cleared, Kernel::kWarps);
+    ptx::fence_barrier_init();
+  }
+  Kernel::Visibility::template clear<Kernel>(shared);
+  ptx::wait_for_previous_kernel();
+  __syncthreads();
+  // The producer warpgroup gives registers to the consumer warpgroups.
+  if (threadIdx.x < kGroupThreads) {
+    ptx::give_registers<Kernel::kRegisters.producer>();
+    Kernel::Visibility::template load<Kernel>(shared, p, maps, grid);
+  } else {
+    ptx::take_registers<Kernel::kRegisters.consumer>();
+    Kernel kernel(shared, p, score, uniform(static_cast<int>(threadIdx.x) / kGroupThreads) - 1, others...);
+    if constexpr (Kernel::kStoresByTma) kernel.out_map = maps.has_out ? &maps.out : nullptr;
+    kernel.compute_tiles();
+  }
+#endif
+}
+
+template <class Kernel>
+__global__ void __launch_bounds__(Kernel::kThreads, 1)
+    forward_kernel(const __grid_constant__ AttnParams p, const __grid_constant__ typename Kernel::Maps maps,
+                   const __grid_constant__ TileGrid grid, const __grid_constant__ typename Kernel::Score score) {
+  run_forward<Kernel>(p, maps, grid, score);
+}
+
+// Whether thread blocks take the tiles of a forward one by one, from a counter. Where all tiles are equally long and
+// there are few for each thread block, that gains less than it costs to zero the counter, two microseconds.
+template <class Kernel>
+bool takes_tiles(const AttnParams& p, int64_t tiles) {
+  constexpr int64_t kFewTiles = 16;
+  const bool equal = !Kernel::kMasks && p.window_left == kUnbounded && p.window_right == kUnbounded && !p.is_varlen();
+  return tiles > multiprocessors() && !(equal && tiles <= kFewTiles * multiprocessors());
+}
+
+template <class Kernel>
+void forward_to_256(const AttnParams& p) {
+  if (p.batch * p.heads_q == 0) return;
+  typename Kernel::Maps maps{};
+  using Operands = typename Kernel::Operands;
+  static_cast<ForwardMaps&>(maps) = {Operands::query_map(p), Operands::key_map(p), Operands::value_map(p)};
+  if constexpr (Kernel::kStoresByTma) {
+    maps.has_out = rows_are_aligned(p.out, p.head_dim_v, Kernel::kElementBytes);
+    if (maps.has_out) maps.out = query_map(p, p.out, p.head_dim_v, kOutRows);
+  }
+  Kernel::Scores::set_bias_map(p, &maps, Kernel::kQueries);
+  const int64_t blocks = tile_count(p.seqlen_q, Kernel::kQueries), heads = p.batch * p.heads_q, all = blocks * heads;
+  const int64_t processors = multiprocessors();
+  int* const taken = takes_tiles<Kernel>(p, all) ? static_cast<int*>(p.workspace) : nullptr;
+  const TileGrid grid{forward_order(p, blocks, Kernel::kElementBytes, Kernel::Scores::kBatchesTogether ? p.batch : 1),
+                      static_cast<int>(all), taken};
+  if constexpr (Operands::kPrepares) {
+    Operands::prepare(p, taken);
+  } else if (taken) {
+    zero_taken(p, taken);
+  }
+  launch_early(forward_kernel<Kernel>, "sm90 forward", p, row_of_blocks(std::min(all, processors), "sm90 forward", p),
+               Kernel::kThreads, static_cast<int>(sizeof(typename Kernel::Shared)), p, maps, grid,
+               Kernel::Score::of(p));
+}
+
+template <class T, int kHeadDim, Options kOptions, int kHeadDimV>
+void forward(const AttnParams& p) {
+  if constexpr (kHeadDim > 256) {
+    forward_large<T, kHeadDim, kOptions>(p);
+  } else {
+    using TileOfRow = TileOf<kernel_table::kSm90Forward, T, kHeadDim, kOptions, kHeadDimV>;
+    using Policies = ForwardPolicies<kOptions>;
+    constexpr bool kHasIntervals = includes(kOptions, kIntervals);
+    if constexpr (kIsFloat8<T> && can_transpose(kHasIntervals, kHeadDimV)) {
+      if (transposes_itself<kHasIntervals, kHeadDimV>(p)) {
+        return forward_to_256<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Policies, NoChunks, true>>(p);
+      }
+    }
+    forward_to_256<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Policies>>(p);
+  }
+}
+
+}  // namespace flashattn_ext::sm90

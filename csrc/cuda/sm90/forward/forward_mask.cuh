@@ -1,0 +1,326 @@
+// The producer warpgroup of the forward (forward.cuh) with a Mask. Of its four warps, one finds the key tiles that rows
+// of a query tile see, one loads them, and two inspect the values of partial tiles, in which the Mask hides some keys
+// from some row. Each passes its results to the next through shared memory.
+#pragma once
+
+#include "cuda/host/tensor_map.h"
+#include "cuda/score/intervals.cuh"
+#include "cuda/score/isolation.cuh"
+#include "cuda/stages/tile_order.cuh"
+#include "cuda/tile/lane.cuh"
+#include "cuda/tile/ring.cuh"
+
+namespace flashattn_ext::sm90 {
+
+// A key tile that rows of a query tile of kGroups warpgroups see.
+template <int kGroups>
+struct alignas(8) KeyTile {
+  static constexpr int kWarps = 4 * kGroups;
+  static constexpr int kSeen = 16, kRun = 20, kSlot = 25, kSlotParity = 27, kLast = 31;
+  static constexpr uint32_t kWhole = (1u << kWarps) - 1, kSeenByAll = ((1u << kGroups) - 1) << kSeen;
+  static constexpr uint32_t kPlain = kWhole | kSeenByAll;
+  static_assert(kWarps <= kSeen && kSeen + kGroups <= kRun);
+
+  int n;  // its number
+  // Below kSeen: for each warp, whether all of its rows see all keys as far as the Mask is concerned. From kSeen on:
+  // for each warpgroup, whether rows of it see keys. From kRun on, a number: how many of the following tiles are
+  // contiguous, in descending order, and kPlain, so that the consumers need not read their KeyTile. From kSlot on, for
+  // a partial tile: the slot of its PartialTile, and the parity of the slot. kLast: whether this is the last tile.
+  uint32_t bits;
+
+  __device__ __forceinline__ bool has(int bit) const { return bits >> bit & 1; }
+  __device__ __forceinline__ bool is_whole() const { return (bits & kWhole) == kWhole; }
+  __device__ __forceinline__ bool is_plain() const { return (bits & kPlain) == kPlain; }
+  __device__ __forceinline__ int run() const { return static_cast<int>(bits >> kRun & 31); }
+  __device__ __forceinline__ int slot() const { return static_cast<int>(bits >> kSlot & 3); }
+  __device__ __forceinline__ uint32_t slot_parity() const { return bits >> kSlotParity & 1; }
+};
+
+// Key tiles of one query tile, from the finding warp to the loading warp.
+template <class Work, class KeyTile>
+struct KeyBatch {
+  static constexpr int kTiles = 32;
+  Work work;
+  int key_start;    // of the sequence, in the rows of its batch entry
+  int count;        // of tiles; 0 ends the kernel
+  bool begins;      // whether these are the first ones of the query tile
+  int work_parity;  // of the query tile, in Shared::poisoned
+  KeyTile tiles[kTiles];
+};
+// In a ring of three: one is being loaded, one is complete except that it is not known whether another one follows, and
+// one is being found.
+constexpr int kKeyBatches = 3;
+
+// A thread block takes its next query tile when this many key tiles of the current one are left to load: early enough
+// to hide the search for the tile's keys, late enough that a busy block takes no tile that an idle one could start.
+constexpr int kKeyTilesAhead = 8;
+
+// The description of a partial tile, in a ring with as many slots as there are stages of values: for the inspecting
+// warps; the consumer warps read the intervals.
+template <int kKeys>
+struct PartialTile {
+  alignas(16) int2 pairs[kKeys];       // intervals of the keys
+  int stage;                           // of the values; negative: there are no more tiles
+  int key0, row0, length_q, length_k;  // its first key; of the query tile: Work
+  int work_parity;                     // as in KeyBatch
+};
+
+// The number of warps that inspect values. Each of them arrives at v_full.
+constexpr int kValueInspectors = 2;
+
+// --- the finding warp -----------------------------------------------------------------------------------------------
+
+// All lanes of the warp take part.
+template <class Kernel>
+struct KeyFinder {
+  using Work = typename Kernel::Work;
+  using KeyTile = typename Kernel::KeyTile;
+  static constexpr int kKeys = Kernel::kKeys, kQueries = Kernel::kQueries;
+
+  typename Kernel::Shared& shared;
+  const AttnParams& p;
+  RingPosition<kKeyBatches> at;
+  uint32_t work_parity = 0, end_parity = 0;
+
+  __device__ void find_all(const TileGrid& grid) {
+    Kernel::each_work(
+        p, grid, [&](int) { return uniform(lane() == 0 ? grid.take() : 0); },
+        [&](Work& work, int key_start) { find_tiles(work, key_start); });
+    publish(Work{});
+    send_end();
+  }
+
+ private:
+  // A batch is published once it is known whether its last tile is the last of the query tile. The query tile itself is
+  // published before its first batch: so no values are loaded for it until the rows of the last but one query tile have
+  // been stored.
+  __device__ __forceinline__ void find_tiles(Work& work, int key_start) {
+    int next = work.last;       // the tile to look at
+    int before = 0, found = 0;  // the batch that is not published yet, and how many tiles it has
+    for (bool begins = true;; begins = false) {
+      const int more = find_batch(work, key_start, begins, &next);
+      if (begins) {
+        if (more == 0) work.last = work.first - 1;
+        publish(work);
+      } else if (lane() == 0) {
+        if (more == 0) shared.batches[before].tiles[found - 1].bits |= 1u << KeyTile::kLast;
+        ptx::barrier_arrive(&shared.batch_full[before]);
+      }
+      if (more == 0) {
+        if (!begins) await_end();
+        return;
+      }
+      before = at.stage;
+      found = more;
+      at.advance();
+    }
+  }
+  // Waits until all tiles of the query tile but the last kKeyTilesAhead have been loaded.
+  __device__ __forceinline__ void await_end() {
+    ptx::barrier_wait(&shared.tiles_end[0], end_parity);
+    end_parity ^= 1;
+  }
+  __device__ void publish(const Work& work) {
+    ptx::barrier_wait(&shared.work_empty, work_parity ^ 1);
+    if (lane() == 0) {
+      shared.work = work;
+      ptx::barrier_arrive(&shared.work_full);
+    }
+    work_parity ^= 1;
+  }
+  __device__ void send_end() {
+    ptx::barrier_wait(&shared.batch_empty[at.stage], at.parity ^ 1);
+    if (lane() != 0) return;
+    shared.batches[at.stage].count = 0;
+    ptx::barrier_arrive(&shared.batch_full[at.stage]);
+  }
+
+  // Fills the batch `at`, from the tile `next` on, and returns how many tiles it has.
+  __device__ __forceinline__ int find_batch(const Work& work, int key_start, bool begins, int* next) {
+    const KeyTileFinder<kKeys> finder{KeyExtremes(p, work.b, work.h, 1, key_start, work.length_k),
+                                      rows_of(work, 0, kQueries), work.first};
+    ptx::barrier_wait(&shared.batch_empty[at.stage], at.parity ^ 1);
+    auto& batch = shared.batches[at.stage];
+    const int count = finder.find(next, [&](int i, int n, const IntervalExtremes& extremes) {
+      batch.tiles[i] = {n, seen_by(work, n, extremes)};
+    });
+    if (lane() == 0) {
+      batch.work = work;
+      batch.key_start = key_start;
+      batch.count = count;
+      batch.begins = begins;
+      batch.work_parity = static_cast<int>(begins ? work_parity : work_parity ^ 1);
+    }
+    __syncwarp();
+    mark_runs(batch.tiles, count);
+    return count;
+  }
+  static __device__ __forceinline__ Limits rows_of(const Work& work, int row, int count) {
+    return {work.row0 + row, min(work.row0 + row + count, work.length_q)};
+  }
+  // The bits of a tile that say which warps and warpgroups see it.
+  __device__ __forceinline__ uint32_t seen_by(const Work& work, int n, const IntervalExtremes& extremes) const {
+    uint32_t bits = 0;
+#pragma unroll
+    for (int warp = 0; warp < KeyTile::kWarps; ++warp) {
+      bits |= static_cast<uint32_t>(sees_all(extremes, rows_of(work, warp * 16, 16))) << warp;
+    }
+#pragma unroll 1
+    for (int group = 0; group < Kernel::kGroups; ++group) {
+      const Limits rows = rows_of(work, group * 64, 64);
+      if (rows.begin >= rows.end || !sees_some(extremes, rows)) continue;
+      const Limits keys = work.mask(p).keys_of(rows.begin, rows.end);
+      const bool seen = keys.begin < (n + 1) * kKeys && keys.end > n * kKeys;
+      bits |= static_cast<uint32_t>(seen) << (KeyTile::kSeen + group);
+    }
+    return bits;
+  }
+  // Each lane counts for one tile how many come after it in a run. The last one is in no run: it may be kLast.
+  __device__ __forceinline__ void mark_runs(KeyTile (&tiles)[32], int count) const {
+    const int i = lane();
+    bool in_run = false;
+    if (i > 0 && i < count - 1) in_run = tiles[i].is_plain() && tiles[i].n == tiles[i - 1].n - 1;
+    const uint32_t after = __ballot_sync(~0u, in_run) >> i >> 1;
+    if (i < count) tiles[i].bits |= static_cast<uint32_t>(__ffs(static_cast<int>(~after)) - 1) << KeyTile::kRun;
+    __syncwarp();
+  }
+};
+
+// --- the loading warp -----------------------------------------------------------------------------------------------
+
+// One lane starts the copies of whole tiles; all lanes copy intervals.
+template <class Kernel, class Maps>
+struct FoundKeyLoader {
+  using KeyTile = typename Kernel::KeyTile;
+  using Batch = typename Kernel::KeyBatch;
+  static constexpr int kKeys = Kernel::kKeys;
+
+  typename Kernel::Shared& shared;
+  const AttnParams& p;
+  const Maps& maps;
+  RingPosition<Kernel::kStages> k, v, partial;
+  RingPosition<kKeyBatches> at;
+  uint32_t q_parity = 0;
+  KeyTile without_values{};  // values of a tile are loaded after the keys of the next one
+
+  __device__ void load_all() {
+    for (;; at.advance()) {
+      const Batch& batch = shared.batches[at.stage];
+      ptx::barrier_wait(&shared.batch_full[at.stage], at.parity);
+      const int count = uniform(batch.count);
+      if (count == 0) break;
+      load_batch(batch, count);
+      __syncwarp();
+      release(shared.batch_empty[at.stage]);
+    }
+    ptx::barrier_wait(&shared.v_empty[v.stage], v.parity ^ 1);
+    if (lane() != 0) return;
+    shared.partial_tiles[partial.stage].stage = -1;
+    ptx::barrier_arrive(&shared.v_arrived[partial.stage]);
+  }
+
+  __device__ __forceinline__ void load_batch(const Batch& batch, int count) {
+    const int b = p.is_varlen() ? 0 : batch.work.b;
+    const int hk = batch.work.h / (static_cast<int>(p.heads_q) / static_cast<int>(p.heads_k));
+    const bool begins = batch.begins;
+    const int ending = batch.tiles[count - 1].has(KeyTile::kLast) ? max(count - kKeyTilesAhead, 0) : count;
+    for (int i = 0; i < count; ++i) {
+      if (i == ending && lane() == 0) ptx::barrier_arrive(&shared.tiles_end[0]);
+      KeyTile tile = batch.tiles[i];
+      if (!tile.is_whole()) {
+        // Consumers need not have waited for the intervals of the tile that had this slot before: they may still be in
+        // flight.
+        ptx::barrier_wait(&shared.pairs_full[partial.stage], partial.parity ^ 1);
+        tile.bits |= partial.stage << KeyTile::kSlot | partial.parity << KeyTile::kSlotParity;
+        partial.advance();
+      }
+      load_keys(batch, tile, hk, b);
+      if (i > 0 || !begins) {
+        load_values(batch, without_values, hk, b);
+      } else {
+        load_queries(batch, b);
+      }
+      without_values = tile;
+    }
+    if (without_values.has(KeyTile::kLast)) load_values(batch, without_values, hk, b);
+  }
+  __device__ __forceinline__ void load_queries(const Batch& batch, int b) {
+    ptx::barrier_wait(&shared.q_empty, q_parity ^ 1);
+    const auto& work = batch.work;
+    if (lane() == 0) load_panels(shared.q, shared.q_full, maps.q, work.query_start + work.row0, work.h, b);
+    q_parity ^= 1;
+  }
+  __device__ __forceinline__ void load_keys(const Batch& batch, const KeyTile& tile, int hk, int b) {
+    ptx::barrier_wait(&shared.k_empty[k.stage], k.parity ^ 1);
+    if (lane() == 0) {
+      shared.key_tiles[k.stage] = tile;
+      load_panels(shared.k[k.stage], shared.k_full[k.stage], maps.k, batch.key_start + tile.n * kKeys, hk, b);
+    }
+    k.advance();
+  }
+  __device__ __forceinline__ void load_values(const Batch& batch, const KeyTile& tile, int hk, int b) {
+    const int slot = tile.slot();
+    const auto at = Kernel::Operands::values_at(p, b, batch.work.b, hk, batch.key_start, tile.n);
+    const bool whole = tile.is_whole();
+    ptx::barrier_wait(&shared.v_empty[v.stage], v.parity ^ 1);
+    if (!whole) load_intervals(batch, tile);
+    if (lane() == 0) {
+      // The values of a whole tile are not inspected: this warp arrives in place of the inspecting warps.
+      load_panels(shared.v[v.stage], whole ? shared.v_full[v.stage] : shared.v_arrived[slot], maps.v, at.row, at.head,
+                  at.batch);
+      if (whole) ptx::barrier_arrive(&shared.v_full[v.stage], kValueInspectors - 1);
+    }
+    v.advance();
+  }
+  __device__ __forceinline__ void load_intervals(const Batch& batch, const KeyTile& tile) {
+    auto& to = shared.partial_tiles[tile.slot()];
+    const auto& work = batch.work;
+    const int key0 = tile.n * kKeys;
+    const int2* const pairs = reinterpret_cast<const int2*>(head_intervals(p, work.b, work.h, batch.key_start));
+#pragma unroll 1
+    for (int i = lane(); i < kKeys; i += 32) {
+      const int key = key0 + i;
+      ptx::cp_async_8(&to.pairs[i], pairs + min(key, work.length_k - 1), key < work.length_k);
+    }
+    ptx::barrier_arrive_copied(&shared.pairs_full[tile.slot()]);
+    if (lane() == 0) {
+      to.stage = v.stage;
+      to.key0 = key0;
+      to.row0 = work.row0;
+      to.length_q = work.length_q;
+      to.length_k = work.length_k;
+      to.work_parity = batch.work_parity;
+    }
+  }
+};
+
+// --- the inspecting warps -------------------------------------------------------------------------------------------
+
+// Rows of values of a partial tile that are not finite become zeros (isolation.cuh), and rows of `out` that see them
+// are stored as NaN. warp: index among the inspecting warps.
+template <class Kernel>
+__device__ __forceinline__ void inspect_values(typename Kernel::Shared& shared, const AttnParams& p, int warp) {
+  for (RingPosition<Kernel::kStages> at;; at.advance()) {
+    const auto& tile = shared.partial_tiles[at.stage];
+    ptx::barrier_wait(&shared.v_arrived[at.stage], at.parity);
+    const int stage = tile.stage;
+    if (stage < 0) return;
+    const bool found =
+        Kernel::Operands::template isolate<kValueInspectors>(shared.v[stage], warp, [&](int i, bool finite) {
+          if (finite) return;
+          ptx::barrier_wait(&shared.pairs_full[at.stage], at.parity);
+          const int2 pair = tile.pairs[i];
+          const Limits rows = Mask32(p, tile.length_q, tile.length_k).rows_of(tile.key0 + i, tile.key0 + i + 1);
+          const int end = min(min(rows.end, pair.y), tile.row0 + Kernel::kQueries);
+#pragma unroll 1
+          for (int row = max(max(rows.begin, pair.x), tile.row0); row < end; ++row) {
+            shared.poisoned[tile.work_parity][row - tile.row0] = true;
+          }
+        });
+    if (found) ptx::fence_async_shared();
+    __syncwarp();
+    release(shared.v_full[stage]);
+  }
+}
+
+}  // namespace flashattn_ext::sm90

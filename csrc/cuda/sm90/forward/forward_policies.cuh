@@ -1,0 +1,66 @@
+// The policies of the Hopper forward kernels, by the options of their rows in the table of kernels. The first policy of
+// each sort is empty and compiles to nothing.
+#pragma once
+
+#include "cuda/sm90/forward/dropout_policy.cuh"
+#include "cuda/sm90/forward/score_policy.cuh"
+#include "cuda/sm90/forward/visibility_policy.cuh"
+
+namespace flashattn_ext::sm90 {
+
+struct PlainPolicies {
+  template <int kGroups>
+  using Visibility = ArithmeticVisibility;
+  template <class T, int kKeys>
+  using Scores = WithoutBiasTiles<PlainScores>;
+  template <int kSteps>
+  using Dropping = NoDropout<kSteps>;
+  static constexpr bool kTailsOfCaches = false;
+};
+
+template <Options kOptions>
+struct ForwardPolicies;
+template <>
+struct ForwardPolicies<kPlain> : PlainPolicies {};
+template <>
+struct ForwardPolicies<kDropout> : PlainPolicies {
+  template <int kSteps>
+  using Dropping = CounterDropout<kSteps>;
+};
+template <>
+struct ForwardPolicies<kIntervals> : PlainPolicies {
+  template <int kGroups>
+  using Visibility = IntervalVisibility<kGroups>;
+};
+template <>
+struct ForwardPolicies<kScores> : PlainPolicies {
+  template <class T, int kKeys>
+  using Scores = WithoutBiasTiles<DistanceScores<T, kKeys>>;
+};
+template <>
+struct ForwardPolicies<kBias> : PlainPolicies {
+  template <class T, int kKeys>
+  using Scores = BiasTileScores<T, kKeys>;
+};
+template <>
+struct ForwardPolicies<kFp8Scores> : PlainPolicies {
+  template <class T, int kKeys>
+  using Scores = WithoutBiasTiles<std::conditional_t<kIsFloat8<T>, Fp8ProductScores, DescaledScores<T>>>;
+};
+template <>
+struct ForwardPolicies<kFp8General> : ForwardPolicies<kFp8Scores> {
+  template <int kGroups>
+  using Visibility = IntervalVisibility<kGroups>;
+};
+template <>
+struct ForwardPolicies<kGeneral> {
+  static constexpr bool kTailsOfCaches = false;
+  template <int kGroups>
+  using Visibility = IntervalVisibility<kGroups>;
+  template <class T, int kKeys>
+  using Scores = WithoutBiasTiles<GeneralScores<T, 1, kKeys>>;
+  template <int kSteps>
+  using Dropping = OptionalDropout<kSteps>;
+};
+
+}  // namespace flashattn_ext::sm90

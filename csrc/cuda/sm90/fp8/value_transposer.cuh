@@ -1,0 +1,84 @@
+// Values in e4m3, transposed within the forward (forward.cuh) by the warps of the producer warpgroup that load nothing.
+// TMA brings a tile as rows of values, of 128 bytes each; the warps write it as the tile that products take, in the
+// order of keys of transposed_values.h, with zeros for keys behind the end of the sequence.
+#pragma once
+
+#include "cuda/ptx/math.cuh"
+#include "cuda/ptx/wgmma.cuh"
+#include "cuda/sm90/shared/forward_work.cuh"
+#include "cuda/tile/panels.cuh"
+#include "cuda/tile/ring.cuh"
+
+namespace flashattn_ext::sm90 {
+
+constexpr int kTransposingWarps = 3;  // all but the one that loads
+
+// Transposes 16 keys, from 16 * group on. keys: those of the tile that exist. ldmatrix takes two columns as an element
+// of 16 bits: of both, a lane gets four keys in a pair of registers. They are neighbours in a transposed row, so two
+// byte permutations make the lane's words of the even and of the odd column.
+template <int kKeys, int kColumns>
+__device__ __forceinline__ void transpose_keys(ptx::E4m3Pair (&columns)[kColumns][kPanelColumns],
+                                               const ptx::E4m3Pair (&rows)[kKeys][kPanelColumns], int group, int keys) {
+  constexpr int kParts = kColumns / 32;
+  // Opaque: there are no registers for what would not change from one call to the next.
+  const int lane = ptx::opaque(static_cast<int>(threadIdx.x) % 32), row = lane % 8;
+  uint32_t pairs[kParts][4];
+#pragma unroll
+  for (int part = 0; part < kParts; ++part) {
+    ptx::ldmatrix_transposed(pairs[part], &rows[16 * group + lane % 16][(2 * part ^ lane / 16 ^ row) * 8]);
+  }
+  if (keys < kKeys) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int left = keys - 16 * group - lane % 4 * 2 - i % 2 * 8;
+      const uint32_t existing = left >= 2 ? 0xffffffffu : left == 1 ? 0xffffu : 0u;
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) pairs[part][i] &= existing;
+    }
+  }
+  // Half of the lanes exchange even and odd columns, so that the eight rows of a matrix are in different banks.
+  const uint32_t even = lane < 16 ? 0x6420 : 0x7531, odd = even ^ 0x1111;
+  const int column = lane / 16 * 16 + 2 * row + (row / 4 ^ lane / 8 % 2);
+#pragma unroll
+  for (int part = 0; part < kParts; ++part) {
+    const uint32_t (&x)[4] = pairs[part];
+    const uint32_t words[4] = {ptx::permute_bytes(x[0], x[1], even), ptx::permute_bytes(x[0], x[1], odd),
+                               ptx::permute_bytes(x[2], x[3], even), ptx::permute_bytes(x[2], x[3], odd)};
+    ptx::stmatrix(&columns[32 * part + column][(group ^ column % 8) * 8], words);
+  }
+}
+
+template <class Kernel>
+struct ValueTransposer {
+  typename Kernel::Shared& shared;
+  const int warp;  // of kTransposingWarps
+  RingPosition<Kernel::kRowStages> rows;
+  RingPosition<Kernel::kStages> v;
+
+  __device__ void transpose_tiles() {
+    uint32_t parity = 0;
+    for (ForwardWork work = receive_work(shared, &parity); work.exists(); work = receive_work(shared, &parity)) {
+      int keys = work.length_k - work.last * Kernel::kKeys;  // of the tile and those behind it
+      for (int left = work.last - work.first; left >= 0; --left) {
+        transpose_tile(keys);
+        keys += Kernel::kKeys;
+      }
+    }
+  }
+  __device__ void transpose_tile(int keys) {
+    ptx::barrier_wait(&shared.rows_full[rows.stage], rows.parity);
+    ptx::barrier_wait(&shared.v_empty[v.stage], v.parity ^ 1);
+#pragma unroll 1
+    for (int group = warp; group < Kernel::kKeys / 16; group += kTransposingWarps) {
+      transpose_keys(shared.v[v.stage][0], shared.rows[rows.stage][0], group, keys);
+    }
+    ptx::fence_async_shared();
+    __syncwarp();
+    release(shared.v_full[v.stage]);
+    release(shared.rows_empty[rows.stage]);
+    v.advance();
+    rows.advance();
+  }
+};
+
+}  // namespace flashattn_ext::sm90

@@ -1,0 +1,93 @@
+// The tile scheduler of the Hopper forwards: the producer publishes the next tile of queries to the consumer warps.
+#pragma once
+
+#include "cuda/host/call.h"
+#include "cuda/host/launch.cuh"
+#include "cuda/stages/tile_order.cuh"
+#include "cuda/tile/ring.cuh"
+#include "cuda/tile/rows.cuh"
+#include "cuda/tile/warp.cuh"
+
+namespace flashattn_ext::sm90 {
+
+// One tile of queries. Numbers count from the start of a sequence.
+struct alignas(16) ForwardWork {
+  int b, h, row0;                       // row0: first query of the tile; an empty work ends the kernel
+  int first, last;                      // key tiles that queries of the tile see; with a Mask, not all between them
+  int query_start, length_q, length_k;  // of the sequence; query_start in the rows of its batch entry
+
+  __device__ bool exists() const { return row0 < length_q; }
+  __device__ bool sees_keys() const { return first <= last; }
+  __device__ Mask32 mask(const AttnParams& p) const { return Mask32(p, length_q, length_k); }
+
+  // Key tiles that the 64 queries from `row` on see, without a Mask; an empty range is at `first`.
+  template <int kKeys>
+  __device__ __forceinline__ Limits tiles_of(const AttnParams& p, int row) const {
+    const Limits none{first, first};
+    if (row >= length_q) return none;
+    const Limits keys = mask(p).keys_of(row, min(row + 64, length_q));
+    return keys.begin < keys.end ? Limits{keys.begin / kKeys, (keys.end - 1) / kKeys + 1} : none;
+  }
+};
+
+// Calls body(work, first row of the keys in their batch entry) for all tiles of kQueries queries that this thread block
+// computes, from tile number `tile` on. take(tile): the number of the next tile; called before `body`, which hides its
+// latency, or with kTakesLate after it. kBatchesTogether: the batch entries of a head are consecutive, because they may
+// read the same bias.
+template <int kQueries, int kKeys, bool kBatchesTogether, bool kTakesLate, class Take, class Body>
+__device__ __forceinline__ void each_forward_work(const AttnParams& p, const TileGrid& grid, int tile, const Take& take,
+                                                  const Body& body) {
+  const int heads = static_cast<int>(p.heads_q), all_heads = heads * static_cast<int>(p.batch);
+  while (tile < grid.tiles) {
+    const int following = kTakesLate ? 0 : take(tile);
+    const auto [head, block] = grid.index(tile, all_heads);
+    // The longest tiles of causal heads come first. A sequence may be longer than the host knows: then a tile number
+    // stands for later tiles too.
+    int m = grid.blocks - 1 - block;
+    const int batch = static_cast<int>(p.batch);
+    ForwardWork work{kBatchesTogether ? head % batch : head / heads, kBatchesTogether ? head / batch : head % heads};
+    const Sequence queries = query_sequence(p, work.b), keys = key_sequence(p, work.b);
+    work.query_start = static_cast<int>(queries.start);
+    work.length_q = static_cast<int>(queries.length);
+    work.length_k = static_cast<int>(keys.length);
+    for (; m * kQueries < work.length_q; m += grid.blocks) {
+      work.row0 = m * kQueries;
+      const Limits visible = work.mask(p).keys_of(work.row0, min(work.row0 + kQueries, work.length_q));
+      work.first = visible.begin / kKeys;
+      work.last = visible.end > visible.begin ? (visible.end - 1) / kKeys : work.first - 1;
+      body(work, static_cast<int>(keys.start));
+    }
+    tile = kTakesLate ? take(tile) : following;
+  }
+}
+
+// Zeroes TileGrid::taken, for calls in which thread blocks take more than one tile.
+inline void zero_taken(const AttnParams& p, int* taken) {
+  check_launch(cudaMemsetAsync(taken, 0, sizeof(int), static_cast<cudaStream_t>(p.stream)), "memset", p);
+}
+
+// Publishes a tile to the consumer warps; one thread calls it. parity: of the barriers, 0 at first.
+template <class Shared>
+__device__ __forceinline__ void publish_work(Shared& shared, const ForwardWork& work, uint32_t* parity) {
+  ptx::barrier_wait(&shared.work_empty, *parity ^ 1);
+  shared.work = work;
+  ptx::barrier_arrive(&shared.work_full);
+  *parity ^= 1;
+}
+
+// Waits for the next tile; all lanes of a warp call it.
+template <class Shared>
+__device__ __forceinline__ ForwardWork receive_work(Shared& shared, uint32_t* parity) {
+  ptx::barrier_wait(&shared.work_full, *parity);
+  *parity ^= 1;
+  ForwardWork work{};
+  if (threadIdx.x % 32 == 0) work = shared.work;
+  release(shared.work_empty);
+  for (int* field :
+       {&work.b, &work.h, &work.row0, &work.first, &work.last, &work.query_start, &work.length_q, &work.length_k}) {
+    *field = uniform(*field);
+  }
+  return work;
+}
+
+}  // namespace flashattn_ext::sm90

@@ -1,0 +1,145 @@
+// The order in which the tiles of a call are computed.
+#pragma once
+
+#include <algorithm>
+
+#include "cuda/host/device.h"
+#include "params.h"
+
+namespace flashattn_ext {
+
+// Tiles of `tile` rows; at least one, because a sequence may have more rows than the host knows.
+inline int64_t tile_count(int64_t rows, int64_t tile) { return std::max<int64_t>(1, (rows + tile - 1) / tile); }
+
+// Tiles are numbered section by section. A section is a set of heads (of all batch entries) whose data stay in the L2
+// cache together. In a section the first tiles of all heads come before the second ones. The last tiles of every head
+// may be left for the end: there all heads are one section.
+struct TileOrder {
+  int blocks;    // tiles of a sequence, as far as the host knows
+  int section;   // heads of a section
+  int last = 0;  // tiles of each head that come at the end
+
+  struct Index {
+    int head, block;
+  };
+  __device__ __forceinline__ Index index(int tile, int heads) const {
+    const int sectioned = blocks - last;
+    const bool at_end = tile >= sectioned * heads;
+    if (at_end) tile -= sectioned * heads;
+    const int size = at_end ? heads : section, section_tiles = size * (at_end ? last : sectioned);
+    const int first = tile / section_tiles * size, rest = tile % section_tiles;
+    const int section_heads = min(size, heads - first);
+    return {first + rest % section_heads, (at_end ? sectioned : 0) + rest / section_heads};
+  }
+};
+
+// The tile scheduler of persistent kernels: thread blocks take tiles one after another, and a block that is done early
+// takes more.
+struct TileGrid : TileOrder {
+  int tiles;  // of the whole call
+  // How many tiles thread blocks have taken, beyond the first of each unless `take` says otherwise; in global memory.
+  // nullptr, for `next` only and for kernels that take tiles in turn: every thread block has the same number of tiles,
+  // or one less.
+  int* taken;
+
+  // The next tile for one of `takers`, thread blocks or pairs of them that have the first tiles (0: none has one);
+  // `tiles` or more when there is none left.
+  __device__ int take(int takers) const { return tiles > takers ? takers + atomicAdd(taken, 1) : tiles; }
+  __device__ int take() const { return take(static_cast<int>(gridDim.x)); }
+  // The same for a thread block whose last tile was `tile`. Without a counter a block moves on by one place in every
+  // round: otherwise, where the tiles of a head divide the thread blocks, some blocks would have all of the tiles that
+  // end a head, which may have fewer rows.
+  __device__ int next(int tile) const {
+    if (taken) return take();
+    const int blocks = static_cast<int>(gridDim.x), round = tile / blocks + 1;
+    return round * blocks + (static_cast<int>(blockIdx.x) + round) % blocks;
+  }
+};
+
+// The largest section of at most `most` heads, and not much less than half as many, that divides the heads nearly
+// evenly. A last section of a few heads would begin with their long tiles when no short ones are left to fill the gaps.
+inline int64_t even_section(int64_t heads, int64_t most) {
+  int64_t best = 1, best_last = 0;
+  for (int64_t limit = most; 2 * limit >= most && limit > 0 && 8 * best_last < 7 * best;) {
+    const int64_t sections = (heads + limit - 1) / limit, section = (heads + sections - 1) / sections;
+    const int64_t last = (heads - 1) % section + 1;
+    if (last * best > best_last * section) {
+      best = section;
+      best_last = last;
+    }
+    limit = section - 1;
+  }
+  return best;
+}
+
+// Heads of a section. With a right bound or a Mask some tiles are longer than others: if the long tiles of all heads of
+// a section start first, short ones are left for the end and fill the gaps. Without a bound and a Mask this function
+// returns one head.
+inline int section_heads(const AttnParams& p, int64_t heads, int64_t head_bytes, int64_t at_least = 1) {
+  constexpr int64_t kCacheBytes = 32 << 20;
+  if (p.window_right == kUnbounded && !p.has_intervals()) return 1;
+  const int64_t most = std::max(kCacheBytes / std::max<int64_t>(1, head_bytes), at_least);
+  return static_cast<int>(even_section(std::max<int64_t>(1, heads), std::max<int64_t>(1, most)));
+}
+
+// TileOrder::last. Where the tiles of a head become ever shorter, as those of a causal call with about as many keys as
+// queries, thread blocks end up to the longest tile apart, by half of it on average: blocks / 2, in units of the
+// shortest tile. last^2 / 2 is the work of the last tiles of a head; at most `quarters` quarters of the work that fills
+// these gaps are left for the end. The last tiles read the data of all heads from memory once more: the more tiles are
+// left, the sooner this costs more than the idle time that it saves (lab/logs/sm90_backward.md).
+inline int last_tiles(const AttnParams& p, int64_t blocks, int64_t heads, int64_t quarters) {
+  const bool shrink = p.window_right != kUnbounded && p.window_left == kUnbounded && !p.has_intervals() &&
+                      4 * (p.seqlen_k - p.seqlen_q + std::min(p.window_right, p.seqlen_k)) <= p.seqlen_k;
+  int64_t last = 0;
+  while (shrink && last < blocks && 4 * (last + 1) * (last + 1) * heads <= quarters * blocks * multiprocessors()) {
+    ++last;
+  }
+  return static_cast<int>(last);
+}
+
+// The order of a forward call, whose keys and values are to stay in the cache. With a Mask tiles may be long anywhere
+// in a head: then a section has so many heads that enough of its short tiles are left for the end, and neighbouring
+// tiles of a head still read the same keys at about the same time. Heads of fewer than 10 tiles leave none for the end;
+// others leave more of them where a multiprocessor has fewer than 10 tiles in all.
+inline TileOrder forward_order(const AttnParams& p, int64_t blocks, int64_t element_bytes, int64_t at_least = 1) {
+  const int64_t head_bytes = p.seqlen_k * (p.head_dim + p.head_dim_v) * element_bytes / p.group_size();
+  const int64_t heads = p.batch * p.heads_q;
+  const int64_t quarters = blocks < 10 ? 0 : blocks * heads < 10 * multiprocessors() ? 8 : 3;
+  if (p.has_intervals()) at_least = std::max<int64_t>(at_least, 16);
+  return {static_cast<int>(blocks), section_heads(p, heads, head_bytes, at_least),
+          last_tiles(p, blocks, heads, quarters)};
+}
+
+// Bytes of q, dout and dq, which is summed in fp32, of the query heads of a KV head.
+inline int64_t group_bytes(const AttnGradParams& p, int64_t element_bytes) {
+  const int64_t row_bytes = p.head_dim * (element_bytes + 4) + p.head_dim_v * element_bytes;
+  return p.seqlen_q * row_bytes * p.group_size();
+}
+
+// The order of a backward call, whose queries, output gradients and sums of dq are to stay in the cache. at_once: how
+// many key tiles are computed at a time; at_least: about how many heads a section has at least, if it leaves no tiles
+// for the end. Figures are in lab/logs/sm90_backward.md.
+// In a deterministic call key tiles of a head add to dq one after the other, so that consecutive tiles belong to
+// different heads. A section has at least as many tiles as are computed at a time, and up to twice as many where the
+// data of its heads fit kDeterministicBytes. With a right bound or a Mask it has about 2 * at_least heads or more.
+// Other calls may leave tiles for the end, kernels with an `at_least` of 1 only from 64 tiles in a head on. Their
+// sections then have a quarter of the bytes, and with grouped heads at least four KV heads. Grouped heads leave half as
+// many tiles, because each KV head reads the data of its whole group once more.
+inline TileOrder backward_order(const AttnGradParams& p, int64_t blocks, int64_t element_bytes, int64_t at_once,
+                                int64_t at_least = 1) {
+  constexpr int64_t kDeterministicBytes = 24 << 20;
+  const int64_t head_bytes = group_bytes(p, element_bytes), heads = p.batch * p.heads_k;
+  const bool grouped = p.group_size() > 1;
+  int64_t section = section_heads(p, heads, head_bytes, p.deterministic && at_least > 1 ? 2 * at_least : at_least);
+  int last = 0;
+  if (p.deterministic) {
+    const int64_t apart = tile_count(at_once, blocks), cached = kDeterministicBytes / std::max<int64_t>(1, head_bytes);
+    section = std::max(section, std::min(heads, std::max(apart, std::min(2 * apart, cached))));
+  } else if (at_least > 1 || blocks >= 64) {
+    last = last_tiles(p, blocks, heads, 2) / (grouped ? 2 : 1);
+    if (last > 0) section = section_heads(p, heads, 4 * head_bytes, grouped ? 4 : 1);
+  }
+  return {static_cast<int>(blocks), static_cast<int>(section), last};
+}
+
+}  // namespace flashattn_ext

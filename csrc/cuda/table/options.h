@@ -1,0 +1,98 @@
+// Options: those that a call uses, and those that the policies of a kernel support. Kernels check every other property
+// of a call at run time.
+#pragma once
+
+#include "params.h"
+
+namespace flashattn_ext {
+
+// A set of options. sources.py reads one in each line.
+enum Options : unsigned {
+  kPlain = 0,      // none of the options below
+  kDropout = 1,    // weights are dropped
+  kIntervals = 2,  // a Mask
+  kScores = 4,     // softcap, ALiBi or a relative bias
+  kBias = 8,       // a bias of any shape in the inputs' 16 bits, whose tiles TMA can copy
+  kRare = 16,      // any other bias, gradients of biases that few kernels can form, an origin that places rows
+  kGeneral = 31,   // all of them
+  kGroups = 64,    // of a backward: the query heads of a group add up their dk and dv. Kernels run these calls alone
+  kFp8 = 32,  // inputs that were fp8: descales, and an out of another dtype. Kernels run either these calls or others
+  kFp8Scores = 36,   // softcap as well
+  kFp8General = 54,  // every option that calls in fp8 may have: softcap, a Mask, an origin that places rows
+};
+constexpr Options operator|(Options a, Options b) { return static_cast<Options>(static_cast<unsigned>(a) | b); }
+constexpr bool includes(Options all, Options some) { return (some & ~all) == 0; }
+
+// Whether TMA can copy tiles of the bias: addresses and strides are multiples of 16 bytes, and elements have the
+// inputs' type. The stride of a dimension of extent 1 means nothing.
+inline bool has_copyable_bias(const AttnParams& p) {
+  auto aligned = [](int64_t stride, int64_t count) { return count <= 1 || stride % 8 == 0; };
+  return p.bias.dtype == p.dtype && p.dtype != DType::kFloat32 && reinterpret_cast<uintptr_t>(p.bias.data) % 16 == 0 &&
+         aligned(p.bias.row_stride, p.seqlen_q) && aligned(p.bias.head_stride, p.heads_q) &&
+         aligned(p.bias.batch_stride, p.batch);
+}
+
+// The same for the gradient of that bias, whose tiles TMA adds or stores. A gradient that all rows share is summed up
+// in registers instead, which only the sm_80 kernels do.
+inline bool has_copyable_bias_gradient(const AttnGradParams& p) {
+  const int vector = p.dbias.dtype == DType::kFloat32 ? 4 : 8;
+  auto aligned = [&](int64_t stride, int64_t count) { return count <= 1 || stride % vector == 0; };
+  return reinterpret_cast<uintptr_t>(p.dbias.data) % 16 == 0 && (p.seqlen_q <= 1 || p.dbias.row_stride != 0) &&
+         aligned(p.dbias.row_stride, p.seqlen_q) && aligned(p.dbias.head_stride, p.heads_q) &&
+         aligned(p.dbias.batch_stride, p.batch);
+}
+
+inline Options options_of(const AttnParams& p) {
+  Options all = kPlain;
+  if (p.is_fp8) all = all | kFp8;
+  if (p.has_dropout()) all = all | kDropout;
+  if (p.has_intervals()) all = all | kIntervals;
+  if (p.softcap > 0 || p.alibi_slopes || p.relative_bias) all = all | kScores;
+  if (p.bias.data) all = all | (has_copyable_bias(p) ? kBias : kRare);
+  return p.origin.length_mask == 0 ? all | kRare : all;  // an origin places the rows
+}
+
+// Whether the call sums dS of rows that see a handful of keys, for the gradient of slopes or of a relative bias. There
+// dS nearly cancels in a row, so that rounding delta or the weights to 16 bits would be most of the sum.
+constexpr int kFewKeys = 16;
+inline bool sums_rows_of_few_keys(const AttnGradParams& p) {
+  return (p.dalibi_slopes || p.drelative_bias) && p.seqlen_k <= kFewKeys;
+}
+
+// The same for the backward. Only general kernels have exact sums of a relative bias's gradient (RelativeGradient),
+// the gradient of a bias whose tiles TMA cannot add or store, and dS from weights in fp32.
+inline Options options_of(const AttnGradParams& p) {
+  const Options all = options_of(static_cast<const AttnParams&>(p));
+  const bool exact = p.drelative_bias && p.deterministic, apart = p.dbias.data && !has_copyable_bias_gradient(p);
+  return exact || apart || sums_rows_of_few_keys(p) ? all | kRare : all;
+}
+
+// The options of the kernel that runs an invariant call. A row that a Mask hides nothing from has the bits of a call
+// without one: kernels for a Mask alone have the steps of the plain kernels, and all other calls run general kernels.
+constexpr Options invariant_options(Options options) {
+  if (options & kFp8) return kFp8General;
+  return includes(kIntervals, options) ? options : kGeneral;
+}
+
+// Stands in for what a policy does not need.
+struct Nothing {};
+
+// For error messages.
+constexpr const char* words(Options options) {
+  switch (options) {
+    case kPlain:
+      return "no option";
+    case kDropout:
+      return "dropout";
+    case kIntervals:
+      return "a Mask";
+    case kScores:
+      return "softcap, ALiBi or a relative bias";
+    case kBias:
+      return "a bias";
+    default:
+      return "several options, a bias that is not copyable or an origin";
+  }
+}
+
+}  // namespace flashattn_ext

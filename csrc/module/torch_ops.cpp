@@ -1,0 +1,12 @@
+// One compilation of the ops: their sources together read torch's headers once, which take most of the time of each.
+#include "backend/slow_call.cpp"
+#include "call/call_params.cpp"
+#include "call/decode_call.cpp"
+#include "call/derivative_call.cpp"
+#include "call/validate.cpp"
+#include "ops/decode_op.cpp"
+#include "ops/derivative_ops.cpp"
+#include "ops/ops.cpp"
+#include "ops/supports_op.cpp"
+#include "tensors/mask_extremes.cpp"
+#include "tensors/op_device.cpp"

@@ -1,0 +1,64 @@
+// The log-sum-exp of a row in two words, which every derivative of a forward reads: one definition for every backend.
+//
+//   log-sum-exp in units of log2 = top + log2_sum
+//   weight of a key              = exp2((factor * x - top) - log2_sum)
+//
+// top is the maximum that the weights of the forward were relative to, log2_sum the logarithm of their sum. One word
+// cannot hold the log-sum-exp: an fp32 number near 10000 has a spacing of 0.001, which is the relative error of every
+// weight of the row, and one near -1e9, where all keys of a row have that bias, loses the number of keys.
+#pragma once
+
+#include "params.h"
+#include "portable.h"
+#include "rules/sink.h"
+
+namespace flashattn_ext {
+
+// Contiguous, as a row of AttnParams::lse_words is in memory.
+template <class Real>
+struct LseWords {
+  static constexpr Real kOneWord = 16;  // natural units
+
+  Real top, log2_sum;
+
+  // Of a fully masked row: every weight is 0, and not NaN.
+  FLASHATTN_HOST_DEVICE static LseWords of_no_key() { return {kInfinite<Real>, Real(0)}; }
+  // Of a row after its last key, from its maximum, in units of log2, and the sum of its weights and its logarithm.
+  // A sink of +inf has the maximum kLargest and weighs 1, whatever the sum.
+  FLASHATTN_HOST_DEVICE static LseWords of_row(Real maximum, Real log2_sum) {
+    return {maximum, maximum == kLargest<Real> ? Real(0) : log2_sum};
+  }
+  // From the natural log-sum-exp alone, for callers that have no words. The second word is -0: 0 is that of a row whose
+  // weights are known to add up to 1, the weight of its maximum.
+  FLASHATTN_HOST_DEVICE static LseWords of_lse(Real lse) {
+    if (lse == -kInfinite<Real>) return of_no_key();
+    return {sink_maximum(lse), -Real(0)};  // +inf: of a sink of +inf
+  }
+  // The words of a row for a derivative. row: as in the tensors. Below kOneWord the rounding error of lse is less than
+  // that of a weight, and the words come from lse alone: a backward that is given no more has the same bits.
+  FLASHATTN_HOST_DEVICE static LseWords of(const AttnParams& p, int64_t b, int64_t h, int64_t row) {
+    const Real lse = static_cast<const Real*>(p.lse.data)[b * p.lse.batch_stride + h * p.lse.head_stride + row];
+    if (!p.lse_words.data || (lse > -kOneWord && lse < kOneWord)) return of_lse(lse);
+    const TensorView& t = p.lse_words;
+    const Real* const words =
+        static_cast<const Real*>(t.data) + b * t.batch_stride + h * t.head_stride + row * t.row_stride;
+    return {words[0], words[1]};
+  }
+
+  FLASHATTN_HOST_DEVICE bool is_of_no_key() const { return top == kInfinite<Real>; }
+  // One word, where its rounding error does no harm.
+  FLASHATTN_HOST_DEVICE Real sum() const { return top + log2_sum; }
+  // Binary logarithm of the weight of a sink: 0 if it takes all the weight, -inf in a row with of_no_key().
+  FLASHATTN_HOST_DEVICE Real sink_log2_weight(Real sink) const { return (sink_maximum(sink) - top) - log2_sum; }
+};
+
+// Bound on the rounding error of the sum of all weights of a row with its sink, which is 1, when a kernel recomputes
+// them: 2^-12, and the error of scores and of a log-sum-exp of the size of `top`. If the sum differs by more, the
+// caller passed the log-sum-exp of a larger call (ring attention, for example), of which these are not all keys.
+template <class Real>
+FLASHATTN_HOST_DEVICE Real weight_error(Real top) {
+  const Real error = Real(1) / 4096 + (top < 0 ? -top : top) / (1 << 20);
+  return error < Real(0.25) ? error : Real(0.25);
+}
+
+}  // namespace flashattn_ext
