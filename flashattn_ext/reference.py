@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from . import arguments, fp8
+from . import arguments, calls, fp8
 from .mask import Mask, checked_mask
 
 if TYPE_CHECKING:
@@ -142,11 +142,31 @@ class _Scores:
             scores = self.softcap * torch.tanh(scores / self.softcap)
         distance = place.distance()
         if self.alibi_slopes is not None:
-            scores = scores - self.alibi_slopes.to(statistics)[:, None, None] * distance.abs()
+            scores = _sum(scores, -self.alibi_slopes.to(statistics)[:, None, None] * distance.abs())
         if self.relative_bias is not None:
             L = self.relative_bias.shape[-1] // 2
-            scores = scores + self.relative_bias.to(statistics)[:, distance.clamp(-L, L) + L]
-        return scores if self.bias is None else scores + self.bias.to(statistics)
+            scores = _sum(scores, self.relative_bias.to(statistics)[:, distance.clamp(-L, L) + L])
+        return scores if self.bias is None else _sum(scores, self.bias.to(statistics))
+
+
+def _sum(scores: Tensor, term: Tensor) -> Tensor:
+    """scores + term, of which a sum that would leave the range of the dtype is its end: two finite terms hide no key.
+
+    Differentiable as the sum also there.
+    """
+    total = scores + term
+    overflows = torch.isinf(total) & torch.isfinite(scores) & torch.isfinite(term)
+    most = torch.finfo(total.dtype).max
+    at_the_end = total.detach().clamp(-most, most) + (scores - scores.detach()) + (term - term.detach())
+    return torch.where(overflows, at_the_end, total)
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b in their dtype, also inside torch.autocast."""
+    if arguments.autocast_dtype(a) is None:
+        return a @ b
+    with torch.autocast(a.device.type, enabled=False):
+        return a @ b
 
 
 def _visible_logits(q: Tensor, k: Tensor, scores_of: _Scores, place: _Place, visible: Tensor) -> Tensor:
@@ -154,7 +174,7 @@ def _visible_logits(q: Tensor, k: Tensor, scores_of: _Scores, place: _Place, vis
     if scores_of.bias is not None:
         visible = visible & ~torch.isneginf(scores_of.bias.detach())
     # Masked products are replaced before anything is computed from them, so that their gradients are not NaN.
-    products = (q @ k.transpose(-1, -2)).masked_fill(~visible, 0)
+    products = _product(q, k.transpose(-1, -2)).masked_fill(~visible, 0)
     return scores_of.logits(products, place).masked_fill(~visible, -math.inf)
 
 
@@ -168,8 +188,12 @@ def _softmax(scores: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
         return scores, scores.new_full(scores.shape[:-1], -math.inf)
     # Rows whose logits are all -inf are computed with zeros, so that neither they nor their gradients are NaN.
     empty = torch.isneginf(logits.detach()).all(-1)
-    lse = torch.logsumexp(logits.masked_fill(empty[..., None], 0), dim=-1)
-    weights = torch.exp(scores - lse[..., None]).masked_fill(torch.isneginf(scores.detach()), 0)
+    logits = logits.masked_fill(empty[..., None], 0)
+    weights = torch.softmax(logits, -1)[..., : scores.shape[-1]].masked_fill(torch.isneginf(scores.detach()), 0)
+    # exp(logits - lse), by which logsumexp is differentiated, is 1 for each of many logits that are so large that lse rounds to them.
+    largest = logits.detach().amax(-1, keepdim=True)
+    largest = largest.masked_fill(torch.isinf(largest), 0)
+    lse = largest.squeeze(-1) + (logits - largest).exp().sum(-1).log()
     return weights, lse.masked_fill(empty, -math.inf)
 
 
@@ -184,7 +208,7 @@ def _attend(
     weights, lse = _softmax(scores, sink)
     if keep is not None:
         weights = torch.where(keep, weights / p_keep, 0)
-    out = weights.to(v.dtype) @ v
+    out = _product(weights.to(v.dtype), v)
     if not scores.shape[-1] and sink is None:
         out = out + 0 * (q.sum() + v.sum())  # keeps out connected to q and v, so that both get a gradient
     logits = scores.detach().flatten(1).float()
@@ -252,7 +276,7 @@ def attention_reference(
     """forward(), and with cu_seqlens varlen_forward(), in plain PyTorch; differentiable any number of times.
 
     Runs on every device and in every dtype. Memory grows with Sq * Sk. Computes in the dtype of the inputs (softmax statistics at
-    least in float32): pass float64 tensors for exact results. float8_e4m3fn is computed in float32, also where k and v alone have it,
+    least in float32), also inside torch.autocast: pass float64 tensors for exact results. float8_e4m3fn is computed in float32, also where k and v alone have it,
     and without a gradient. The other arguments are those of forward.
 
     Args:
@@ -324,6 +348,7 @@ def attention_reference(
 
 
 _WEIGHTS_AT_ONCE = 1 << 20  # elements of the temporaries of attention_weights
+_call_of_weights = calls.converter("attention_weights")
 
 
 @torch.no_grad()
@@ -348,7 +373,8 @@ def attention_weights(
     """The attention weights of selected rows, for inspection: the weights of forward() without dropout.
 
     Plain PyTorch without gradients, in O(len(rows) * Sk) time and memory: a few rows are cheap even for long sequences, and all rows
-    cost as much as attention_reference.
+    cost as much as attention_reference. Logits and weights are computed at least in float32. Inside torch.autocast q, k and bias are
+    cast as in forward().
 
     Args:
         q: queries [B, Sq, Hq, D] (layout "bhsd": [B, Hq, Sq, D]).
@@ -356,7 +382,7 @@ def attention_weights(
         rows: which queries, from 0 to Sq - 1: a sequence of integers or an integer tensor of one dimension, in any order.
         origin: (batch, head, row, key) as in forward(); batch and head have no effect here, because they only place dropout.
 
-    The other arguments are those of forward.
+    The other arguments are those of forward, with the same checks.
 
     Returns:
         float32 [B, Hq, len(rows), Sk]. Masked keys have a weight of 0. With a sink the weights of a row add up to less than 1: the
@@ -371,19 +397,18 @@ def attention_weights(
         raise TypeError(
             f"q: expected no float8_e4m3fn, got {q.dtype} and {k.dtype} of k; pass element * descale in float32"
         )
-    bhsd, causal, window = arguments.is_bhsd(layout), arguments.flag("causal", causal), arguments.window(window_size)
-    if q.dim() != 4 or k.dim() != 4 or q.shape[0] != k.shape[0] or q.shape[-1] != k.shape[-1]:
-        raise ValueError(
-            f"k: expected 4 dimensions with the batch and head_dim of q, got shape {tuple(k.shape)} for q of shape {tuple(q.shape)}"
-        )
-    q, k = (t if bhsd else t.transpose(1, 2) for t in (q, k))
+    tensors, options = _call_of_weights(
+        q, k, k, calls.DENSE, layout, causal=causal, window_size=window_size, softmax_scale=softmax_scale, softcap=softcap,
+        alibi_slopes=alibi_slopes, relative_bias=relative_bias, bias=bias, mask=mask, smooth_softmax=smooth_softmax, sink=sink,
+        origin=origin,
+    )  # fmt: skip
+    tensors = calls.autocast(tensors)
+    calls.check(tensors, options)
+    q, k, bias, intervals = tensors.q, tensors.k, tensors.bias, tensors.mask_intervals
+    q, k = (t if options.bhsd else t.transpose(1, 2) for t in (q, k))
     (B, heads, Sq, _), (Hk, Sk) = q.shape, k.shape[1:3]
-    if not Hk or heads % Hk:
-        raise ValueError(f"q: the number of query heads must be a multiple of the {Hk} KV heads, got {heads}")
     chosen = _row_numbers(rows, Sq, q.device)
-    scale, cap = arguments.scale(softmax_scale, q), arguments.number("softcap", softcap)
-    intervals = None if mask is None else checked_mask(mask).intervals
-    if arguments.flag("smooth_softmax", smooth_softmax) and sink is None:
+    if options.smooth_softmax:
         sink = torch.zeros(heads, device=q.device)
     whole = _Place.of(origin, Sq, Sk, q.device)
     place = whole._replace(rows=whole.rows[chosen])
@@ -392,7 +417,7 @@ def attention_weights(
     def logits(b: int, h: int, rows: slice, keys: slice) -> Tensor:
         """[1, rows, keys]"""
         part = place._replace(rows=place.rows[rows], keys=place.keys[keys])
-        visible = _in_window(part, causal, window)
+        visible = _in_window(part, options.causal, (options.window_left, options.window_right))
         if intervals is not None:
             of_head = intervals[min(b, intervals.shape[0] - 1), h * intervals.shape[1] // heads, keys]
             visible = visible & _in_intervals(part, of_head[None], 1)
@@ -404,7 +429,8 @@ def attention_weights(
         if added is not None and added.shape[1] > 1:
             added = added[:, chosen[rows]]
         q_part, k_part = q[b, h, chosen[rows]].to(statistics), k[b, h * Hk // heads, keys].to(statistics)
-        return _visible_logits(q_part[None], k_part[None], _Scores(scale, cap, slopes, relative, added), part, visible)
+        scores_of = _Scores(options.softmax_scale, options.softcap, slopes, relative, added)
+        return _visible_logits(q_part[None], k_part[None], scores_of, part, visible)
 
     weights = torch.empty(B, heads, len(chosen), Sk, dtype=torch.float32, device=q.device)
     rows_at_once = max(1, _WEIGHTS_AT_ONCE // max(Sk, 1))
