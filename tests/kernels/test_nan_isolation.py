@@ -145,3 +145,38 @@ def test_rows_of_no_sequence_are_not_read(device: str, dtype: torch.dtype) -> No
     for t in (q, k, v):
         t[30:] = torch.nan
     assert_same_bits(flashattn_ext.varlen_forward(q, k, v, starts, starts, 20, 20), clean)
+
+
+@pytest.mark.parametrize("poison", POISON)
+@pytest.mark.parametrize("which", ["k", "v"])
+@pytest.mark.parametrize("Sq", [5, 70])
+@pytest.mark.parametrize("form", ["each score", "each distance"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_behind_a_bias_in_an_invariant_call_of_the_cpu(
+    isa: str, dtype: torch.dtype, form: str, Sq: int, which: str, poison: float
+) -> None:
+    """A bias of -inf hides a key from a row of an invariant call as a mask does."""
+    Sk, key = 300, 77
+    q, k, v = (torch.randn(1, S, 2, 64).to(dtype) for S in (Sq, Sk, Sk))
+    if form == "each score":
+        hidden = torch.zeros(1, 2, Sq, Sk, dtype=torch.bool)
+        hidden[..., key] = True
+        hidden[:, 0, 1, key] = hidden[:, 1, 3:, key] = False
+        hidden[:, 0, 0, key - 1 : key + 2] = True
+        sees = ~hidden[0, :, :, key]
+        options = {"bias": torch.zeros(hidden.shape).to(dtype).masked_fill_(hidden, -torch.inf)}
+    else:  # row i is at position i + Sk - Sq
+        distances = key - (torch.arange(Sq) + Sk - Sq)
+        relative = torch.zeros(2, 2 * Sk + 1, dtype=torch.promote_types(dtype, torch.float32))
+        relative[:, Sk + distances] = -torch.inf
+        relative[:, Sk + distances[1]] = 0
+        sees = (torch.arange(Sq) == 1).expand(2, Sq)
+        options = {"relative_bias": relative}
+    clean = flashattn_ext.forward(q, k, v, invariant=True, return_lse=True, **options)
+    tensors = {"k": k.clone(), "v": v.clone()}
+    tensors[which][0, key] = poison
+    out, lse = flashattn_ext.forward(q, **tensors, invariant=True, return_lse=True, **options)
+    rows = out[0].transpose(0, 1)
+    assert not rows[sees].isfinite().all()
+    assert_same_bits(rows[~sees], clean[0][0].transpose(0, 1)[~sees], "out")
+    assert_same_bits(lse[0][~sees], clean[1][0][~sees], "lse")

@@ -12,7 +12,7 @@ PROGRAM = r"""
 #include <cstdlib>
 #include <initializer_list>
 #include <limits>
-#include "rules/score.h"
+#include "rules/lse_words.h"
 
 using namespace flashattn_ext;
 
@@ -47,7 +47,39 @@ static void check_rule(double scale, bool ordered) {
   check(score.stores_products() == (score.stored(Real(1)) == Real(1)), "stores_products", scale);
 }
 
+// Biases and sinks in units of log2: finite where they are finite, in order, and back to what they were.
+template <class Real>
+static void check_units() {
+  const Real largest = kLargest<Real>, limit = 1 / std::numeric_limits<Real>::min();
+  Real before = -kInfinite<Real>;
+  for (Real natural : {-largest, -largest / 2, Real(-1.5) * limit, -limit, Real(-1e9), Real(-1), Real(0), Real(1e-3),
+                       Real(88), Real(1e9), limit, Real(1.5) * limit, largest / 2, largest}) {
+    const Real units = in_log2_units(natural), back = in_natural_units(units);
+    check(units > before && units < largest, "the order of biases in units of log2", natural);
+    check(std::fabs(back - natural) <= 4 * std::numeric_limits<Real>::epsilon() * std::fabs(natural), "the inverse",
+          natural);
+    if (std::fabs(natural) <= limit) check(units == natural * kLog2E<Real>, "a bias that is not narrowed", natural);
+    check(sink_maximum(natural) == units, "the maximum of a sink", natural);
+    check(std::fabs(row_lse(units, Real(0)) - natural) <= std::fabs(back - natural), "lse", natural);
+    before = units;
+  }
+  for (Real infinite : {kInfinite<Real>, -kInfinite<Real>}) {
+    check(in_log2_units(infinite) == infinite && in_natural_units(infinite) == infinite, "infinity", infinite);
+  }
+  const Real nan = std::numeric_limits<Real>::quiet_NaN();
+  check(std::isnan(in_log2_units(nan)) && std::isnan(in_natural_units(nan)), "NaN", 0);
+  // The words of rows: without keys, under a sink of +inf, and where many keys have a bias of -1e9.
+  using Words = LseWords<Real>;
+  check(std::exp2(Real(100) - Words::of_lse(-kInfinite<Real>).top) == 0, "a row without keys", 0);
+  check(Words::of_lse(kInfinite<Real>).sink_log2_weight(kInfinite<Real>) == 0, "a sink of +inf", 0);
+  check(std::exp2(Real(100) - Words::of_row(kLargest<Real>, Real(8)).sum()) == 0, "keys beside a sink of +inf", 0);
+  const Words many = Words::of_row(in_log2_units(Real(-1e9)), Real(8));
+  check(many.sink_log2_weight(Real(-1e9)) == -8, "one of 256 weights", 0);
+}
+
 int main() {
+  check_units<float>();
+  check_units<double>();
   for (double scale : {0.125, -0.125, 1.0, -1.0, 0.0, -0.0, 3.7, -0.0883883476, 1e-20}) {
     check_rule<PlainScore<float, true>, float>(scale, true);
     check_rule<PlainScore<float, false>, float>(scale, false);

@@ -49,6 +49,41 @@ inline typename Op::Real dot_rows(const In* x, const In* y, int64_t n) {
   return lanes[0];
 }
 
+// The same in the order of score_product() (gemm.h), in which dP is computed. n: at most kLargestHeadDim.
+template <class Op, class In>
+FLASHATTN_SHARED typename Op::Real dot_as_products(const In* x, const In* y, int64_t n) {
+  using S = typename Op::S;
+  using Unit = typename Op::Unit;
+  alignas(64) Unit padded[2][kLargestHeadDim];
+  const Unit* const a = stage_rows<Op>(x, n, 1, n, padded[0]).data;
+  const Unit* const b = stage_rows<Op>(y, n, 1, n, padded[1]).data;
+  const int64_t units = ceil_div(n, Op::kPack);
+  typename Op::V total = S::zero();
+  for (int64_t begin = 0; begin < units; begin += kSumUnits) {
+    typename Op::V sum = S::zero();
+    for (int64_t u = begin; u < lesser(begin + kSumUnits, units); ++u) {
+      sum = Op::multiply_add(sum, Op::broadcast(a + u), Op::broadcast(b + u));
+    }
+    total = begin == 0 ? sum : total + sum;
+  }
+  alignas(64) typename Op::Real lanes[S::kWidth];
+  S::store(lanes, total);
+  return lanes[0];
+}
+
+// <dout, other> of a row, where other is out, or a tangent of it. In a row with one weight of 1 this is one of the
+// products dP, from which dS subtracts it. Logits of this size are usually such rows, and their keys are so large that
+// dq would show a rounding error in dS: there both are computed in the same order, so that dS is exactly 0.
+template <class Op, class In>
+inline typename Op::Real dot_of_row(const AttnGradParams& p, int64_t b, int64_t h, int64_t row,
+                                    const TensorView& other) {
+  constexpr typename Op::Real kLargeTop = 256;
+  const In *const dout = row_of<const In>(p.dout, b, h, row), *const out = row_of<const In>(other, b, h, row);
+  const auto words = LseWords<typename Op::Real>::of(p, b, h, row);
+  const bool is_large = !(std::abs(words.top) < kLargeTop) && !words.is_of_no_key();
+  return is_large ? dot_as_products<Op>(dout, out, p.head_dim_v) : dot_rows<Op>(dout, out, p.head_dim_v);
+}
+
 template <class In, class Op>
 class BackwardPrepare {
   using Real = typename Op::Real;
@@ -63,8 +98,7 @@ class BackwardPrepare {
     Real* delta = workspace.delta + h * workspace.rows + first;
     for (int64_t i = 0; i < queries.length; ++i) {
       const int64_t row = queries.start + i;
-      const In *const dout = row_of<const In>(p.dout, b, h, row), *const out = row_of<const In>(p.out, b, h, row);
-      delta[i] = dot_rows<Op>(dout, out, p.head_dim_v) - lse_gradient<Real>(p, b, h, row);
+      delta[i] = dot_of_row<Op, In>(p, b, h, row, p.out) - lse_gradient<Real>(p, b, h, row);
     }
     const HeadMask mask(p, b, h, queries, KeyLocator(p, b));
     const TileSize& size = workspace.size;

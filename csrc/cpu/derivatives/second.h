@@ -288,8 +288,7 @@ inline void prepare_r(const SecondParams& p, const SecondWorkspace<In, Op>& work
   const Sequence queries = query_sequence(p, b);
   for (int64_t i = 0; i < queries.length; ++i) {
     const int64_t row = queries.start + i;
-    workspace.r_of(p, b, h)[i] =
-        dot_rows<Op>(row_of<const In>(p.dout, b, h, row), row_of<const In>(p.tangents.out, b, h, row), p.head_dim_v);
+    workspace.r_of(p, b, h)[i] = dot_of_row<Op, In>(p, b, h, row, p.tangents.out);
   }
 }
 

@@ -87,9 +87,11 @@ inline Real largest_logit(Real largest, Real sum) {
 
 // Writes the two words of the log-sum-exp of a row, where the call wants them.
 template <class Real>
-inline void write_words(const AttnParams& p, int64_t batch, int64_t head, int64_t row, const FinalRow<Real>& of) {
+inline void write_words(const AttnParams& p, int64_t batch, int64_t head, int64_t row, const LseWords<Real>& words) {
   if (!p.lse_words.data) return;
-  *reinterpret_cast<LseWords<Real>*>(row_of<Real>(p.lse_words, batch, head, row)) = of.words();
+  Real* const to = row_of<Real>(p.lse_words, batch, head, row);
+  to[0] = words.top;
+  to[1] = words.log2_sum;
 }
 // The statistics of a row that a call returns.
 template <class Real>
@@ -98,7 +100,7 @@ inline void write_statistics(const AttnParams& p, int64_t batch, int64_t head, i
   *row_of<Real>(p.lse, batch, head, row) =
       of.is_empty() ? -std::numeric_limits<Real>::infinity() : row_lse(words.top, words.log2_sum);
   if (p.row_maxima.data) *row_of<Real>(p.row_maxima, batch, head, row) = largest_logit(of.largest, of.sum);
-  write_words(p, batch, head, row, of);
+  write_words(p, batch, head, row, words);
 }
 
 // Writes out and the statistics of a row. sums: its unnormalised out, which is scaled in place.
@@ -245,7 +247,7 @@ class Forward {
       const FinalRow<Real> of{scratch.rows.max[i], scratch.rows.sum[i],
                               p.row_maxima.data ? scratch.rows.largest[i] : Real(0)};
       if (writes_words_only) {
-        write_words(p, batch, head, row, of);
+        write_words(p, batch, head, row, of.words());
         continue;
       }
       write_row<In>(p, batch, head, row, scratch.out + i * scratch.columns_v, of);

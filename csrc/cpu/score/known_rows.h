@@ -15,7 +15,7 @@ struct KnownLse {
         large_top(carve->take<Real>(size.queries)),
         log2_sum(carve->take<Real>(size.queries)) {}
 
-  // Before the rows of a tile. plain: of a call without softcap and biases.
+  // Before the rows of a tile. plain: of a call with PlainScore (score.h).
   void begin(bool plain) {
     plain_ = plain;
     rounds = narrows = false;
@@ -55,20 +55,23 @@ struct KnownRows {
   Real* sink_weight;   // 0 without a sink
   Real* error;         // weight_error()
 
-  // Makes the recomputed weights of the rows from `lane` on add up to 1 with that of the sink, and returns the factors
-  // of sums that used the weights before. sums: of the weights of the keys. The factor is 0, and the weights stay,
-  // where the caller passed the log-sum-exp of a call with more keys.
+  // Normalises the recomputed weights of the rows from `lane` on, with that of the sink, by their sum. sums: of the
+  // weights of the keys. Returns the factors of sums that used the weights before; later weights are normalised
+  // themselves, but for errors that are negligible beside the rounding of 16-bit weights. The factor is 0, and the
+  // weights stay, where the caller passed the log-sum-exp of a call with more keys.
   template <class S>
   FLASHATTN_SHARED typename S::V normalise(int64_t lane, typename S::V sums) const {
-    constexpr Real kNegligible = Real(1) / (1 << 14);  // beside the rounding of 16-bit weights
-    alignas(64) Real factors[S::kWidth];
-    S::store(factors, sums + S::load(sink_weight + lane));
+    constexpr Real kNegligible = Real(1) / (1 << 14);
+    alignas(64) Real of_row[S::kWidth], factors[S::kWidth];
+    S::store(of_row, sums + S::load(sink_weight + lane));
+    bool moves = false;
     for (int l = 0; l < S::kWidth; ++l) {
-      const Real sum = factors[l], off = sum < 1 ? 1 - sum : sum - 1;
-      factors[l] = off < error[lane + l] ? Real(1) : Real(0);
-      if (off <= kNegligible || factors[l] == 0) continue;
-      factors[l] = 1 / sum;
-      lse.log2_sum[lane + l] += std::log2(sum);
+      const Real off = of_row[l] < 1 ? 1 - of_row[l] : of_row[l] - 1;
+      factors[l] = off < error[lane + l] ? 1 / of_row[l] : Real(0);
+      moves |= off > kNegligible;
+    }
+    for (int l = 0; moves && l < S::kWidth; ++l) {
+      if (factors[l] > 0) lse.log2_sum[lane + l] += std::log2(of_row[l]);
     }
     return S::load(factors);
   }
