@@ -8,7 +8,7 @@
 // How arguments travel to a kernel. CANN 8 copies the text of a parameter's struct into the launcher that it generates,
 // which therefore has to stand alone: no namespace, no base, no name of another file, sizes in digits.
 struct FlashattnBytes {
-  alignas(8) unsigned char bytes[1024];
+  alignas(8) unsigned char bytes[1088];
 };
 
 namespace flashattn_ext {
