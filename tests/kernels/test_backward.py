@@ -156,7 +156,7 @@ def test_sums_over_rows_of_far_keys(device: str, dtype: torch.dtype, name: str, 
 def test_products_over_wide_heads_are_sums_of_short_sums(device: str, dtype: torch.dtype) -> None:
     """The rounding error of dP, a sum over the columns of V, grows in proportion to the length of one sum."""
     case = Case(
-        dtype=dtype, Sq=7, Sk=31, Hq=9, Hk=3, D=17, Dv=355, softmax_scale=1.0, causal=True, window_size=(24, 36), mask="flashmask",
-        dropout_p=0.5, rng_seed=5136777, origin=(1, 1), views=("expanded", "plain", "plain"), needs_grad=("q",), use_lse=True,
+        dtype=dtype, Sq=7, Sk=31, Hq=9, Hk=3, D=17, Dv=355, causal=True, window_size=(24, 36), mask="flashmask", dropout_p=0.5,
+        rng_seed=5136777, origin=(1, 1), views=("expanded", "plain", "plain"), needs_grad=("q",), use_lse=True,
     )  # fmt: skip
     check(case, device)
