@@ -17,6 +17,7 @@ formed, once. Writes go to that one, too; it is then the code, floating-point, a
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -25,6 +26,7 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from flashattn_ext import Mask
+from flashattn_ext.kept import outside_of_modes
 from flashattn_ext.mask import ALL_ROWS
 
 Operation = Callable[..., Any]
@@ -160,15 +162,10 @@ class LayerMask(Tensor):
             raise NotImplementedError(self.refusal)
         if self._formed is not None:
             return self._formed
-        if type(self._code) is not Tensor:
-            formed = self._form()
-        else:
-            with torch.inference_mode(self.is_inference()):
-                formed = self._form()
-        # A FakeTensorMode or the like makes tensors of another type, which must not be seen outside of it.
-        if type(formed) is type(self._code):
-            self._formed = formed
-        return formed
+        # Code that is no plain tensor is part of a graph, and so is the mask that is formed from it.
+        with outside_of_modes() if type(self._code) is Tensor else contextlib.nullcontext():
+            self._formed = self._form()
+        return self._formed
 
     def _form(self) -> Tensor:
         if self._source is not None:
@@ -247,19 +244,20 @@ def layer_mask(
 
 
 @_as_it_is
-def _is_written(mask: LayerMask) -> Tensor:
+def _is_written(mask: Tensor) -> Tensor:
     """LayerMask.is_written() as the size of a tensor."""
-    return mask._code.new_empty(int(mask.is_written()))
+    return torch.empty(int(not isinstance(mask, LayerMask) or mask.is_written()))
 
 
 @_as_it_is
-def _eager(mask: LayerMask) -> Tensor:
-    return mask.eager()
+def _eager(mask: Tensor) -> Tensor:
+    return mask.eager() if isinstance(mask, LayerMask) else mask.clone()
 
 
 @_as_it_is
-def _unwritten(mask: LayerMask) -> Tensor:
-    if mask.is_written():  # torch 2.10, for example, does not run `mask[...] = x` in its first pass
+def _unwritten(mask: Tensor) -> Tensor:
+    # torch 2.10, for example, runs `mask[...] = x` only when it traces the graph; views of the mask are plain tensors after that.
+    if not isinstance(mask, LayerMask) or mask.is_written():
         raise NotImplementedError(
             "attention_mask: this model writes to its mask, which this version of torch.compile tells too late; run the model without "
             "torch.compile"

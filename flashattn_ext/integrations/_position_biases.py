@@ -68,15 +68,26 @@ def _is_looked_up_by_distance(position_bias: Tensor) -> bool:
     saved = node._raw_saved_indices
     saved = saved if isinstance(saved, (tuple, list)) else (saved,)
     # Checkpointing replaces saved tensors, and computes them again if they are read.
-    if len(saved) != 1 or getattr(saved[0], "unpack_hook", _unpack) is not None:
+    if len(saved) != 1 or _has_hooks(saved[0]):
         return False
     rows = node._saved_indices
     rows = rows[0] if isinstance(rows, (tuple, list)) else rows
     return isinstance(rows, Tensor) and rows.shape == position_bias.shape[2:] and _is_diagonal(rows)
 
 
-def _unpack(_packed: Any) -> None:
-    """Stands for the hook of a saved tensor in a torch that does not show it."""
+def _has_hooks(saved: Any) -> bool:
+    """Whether a tensor that a graph has saved was replaced by something else. An older torch tells by refusing other hooks."""
+    if hasattr(saved, "unpack_hook"):
+        return saved.unpack_hook is not None
+    try:
+        saved.register_hooks(_itself, _itself)
+    except RuntimeError:
+        return True
+    return False
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _node(node: Any) -> Any:

@@ -249,7 +249,7 @@ def _plain_window(function: MaskFunction) -> tuple[int, int] | None:
         return -1, -1
     if kind is _window or kind is _bidirectional_window:
         width = _enclosed(function)["sliding_window"]
-        if width < 1:  # narrower than a window tensor can encode
+        if width < 1:  # narrower than a code can say
             return None
         return (width - 1, -1) if kind is _window else (width, width)
     if code is not _AND:

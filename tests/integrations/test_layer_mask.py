@@ -16,6 +16,7 @@ transformers = pytest.importorskip(
 )
 
 from test_transformers_masks import BATCH, KNOWN, custom, dilated, eagers, made, tensors, values  # noqa: E402
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 from transformers import masking_utils as masks  # noqa: E402
 
 import flashattn_ext  # noqa: E402
@@ -155,20 +156,22 @@ def test_reading_changes_nothing() -> None:
     assert _mask_tensors.contents(mask) is mask.code  # type: ignore[attr-defined, arg-type]
 
 
-def test_a_mask_of_one_mode_in_another() -> None:
-    """Eager's mask is what the mask is, an ordinary tensor or one of inference mode, wherever it is read first."""
+def test_a_mask_that_is_read_first_in_another_mode() -> None:
+    """Eager's mask is an ordinary tensor, which later uses can differentiate."""
     mask, eager = pair("window", 12, 12)
     with torch.inference_mode():
         assert torch.equal(mask + 0, eager)
     scores = torch.zeros(BATCH, 1, 12, 12, requires_grad=True)
     (scores * mask.clamp(min=-9)).sum().backward()
+    assert scores.grad is not None
     torch.testing.assert_close(scores.grad, eager.clamp(min=-9))
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
+    mask, eager = pair("window", 12, 12)
+    torch.func.vmap(lambda row: row + mask)(torch.zeros(3, 12))
+    assert torch.equal(mask, eager)
     mask, eager = pair("window", 12, 12)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        assert mask.eager().shape == mask.shape  # type: ignore[attr-defined]
-    assert type(mask.eager()) is Tensor and torch.equal(mask, eager)  # type: ignore[attr-defined]
+        assert (mask + 1).shape == mask.shape
+    assert torch.equal(mask, eager) and torch.equal(mask + 0, eager)
 
 
 def test_files_numpy_and_text() -> None:
