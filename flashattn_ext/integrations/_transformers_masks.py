@@ -306,8 +306,7 @@ def attention_mask(
         attention_mask: bool [B, keys seen so far], False where a key is padding.
         dtype: of eager's mask.
         allow_is_bidirectional_skip: None may be returned if no key is masked; without it some vision models add to the mask.
-        config: of the model. A decoder made an encoder by is_causal=False gets an explicit window instead of None, because its layers
-            would apply causal attention without a mask.
+        config: of the model. Where layers would take None for causal attention they get a window instead.
 
     Returns:
         A LayerMask (_mask_tensors.py), or None as above. Of a mask that is neither a window nor intervals it holds every pair of query
@@ -329,7 +328,7 @@ def attention_mask(
         mask_function = _without_single_document(mask_function)
     window = _traced_window(mask_function) if tracing else _plain_window(mask_function)
     if window is not None and padding is None and (window == (-1, -1) or sizes.ends_together()):
-        if window == (-1, -1) and allow_is_bidirectional_skip and getattr(config, "is_causal", True):
+        if window == (-1, -1) and allow_is_bidirectional_skip and not _is_causal_by_mistake(config):
             return None
         longest = max(q_length, kv_length) - 1  # a wider window masks nothing
         left, right = (-1 if side >= longest > 0 else side for side in window)
@@ -338,6 +337,12 @@ def attention_mask(
         return layer_mask(code, batch_size, q_length, kv_length, dtype)
     code = _code(mask_function, attention_mask, padding, sizes, use_vmap, device)
     return layer_mask(code, batch_size, q_length, kv_length, dtype)
+
+
+def _is_causal_by_mistake(config: Any) -> bool:
+    """Whether layers with bidirectional masks say is_causal=True: those of a decoder that is_causal=False has made an encoder, and of a
+    vision model, which transformers' sdpa attention takes for causal, too."""
+    return not getattr(config, "is_causal", True) or getattr(config, "model_type", None) == "phi4_multimodal_vision"
 
 
 def _code(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from families import BATCH, LENGTH, VOCABULARY, Family, token_ids, translation
+from families import BATCH, LENGTH, VOCABULARY, Family, picture, token_ids, translation
 from torch import Tensor
 
 
@@ -88,6 +88,9 @@ MASK_READERS = {
     "axk2": Family("AXK2Config", "AXK2ForCausalLM", _SPARSE),
     "siglip2": Family(
         "Siglip2VisionConfig", "Siglip2VisionModel", {**_SMALL, "patch_size": 4, "num_patches": 16}, patches, padded=("right",)
+    ),
+    "phi4_vision": Family(  # its layers say that they are causal, which eager attention does not read, and get no mask from eager's function
+        "Phi4MultimodalVisionConfig", "Phi4MultimodalVisionModel", {**_SMALL, "image_size": 16, "patch_size": 4}, picture, padded=("right",)
     ),
     "gemma4_audio": Family(
         "Gemma4AudioConfig", "Gemma4AudioModel",
