@@ -11,9 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-transformers = pytest.importorskip(
-    "transformers", reason="transformers is not installed: pip install transformers accelerate"
-)
+transformers = pytest.importorskip("transformers", reason="the extra `hf` is not installed: pip install -e '.[hf]'")
 
 from test_transformers_masks import BATCH, KNOWN, custom, dilated, eagers, made, tensors, values  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402

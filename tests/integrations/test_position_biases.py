@@ -8,9 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-transformers = pytest.importorskip(
-    "transformers", reason="transformers is not installed: pip install transformers accelerate"
-)
+transformers = pytest.importorskip("transformers", reason="the extra `hf` is not installed: pip install -e '.[hf]'")
 
 from families import FAMILIES, padding_mask  # noqa: E402
 from test_transformers_masks import BATCH, Layer, expected, tensors  # noqa: E402
