@@ -206,4 +206,4 @@ def _check_whole_call(tensors: Tensors, s: Settings) -> None:
     q, k, v = whole("q", -3), whole("k", -3), whole("v", -3)
     call = CallTensors(q, k, v, cu_seqlens_q=starts, cu_seqlens_k=starts, **extras, mask_extremes=extremes)
     options = options_of(s)._replace(max_seqlen_q=s.seqlen, max_seqlen_k=s.seqlen)
-    ops.pure_forward(*call, *options, state, False, False, [])
+    ops.pure_forward(*call, *options, state, False, False, False, [])
