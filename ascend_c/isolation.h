@@ -67,7 +67,7 @@ class TensorCheck {
  public:
   static constexpr int32_t kRowsAtATime = 32;
 
-  // Of both buffers: rows as they are loaded, and in fp32. `width`: elements of the longest row, in whole repeats.
+  // The size of both buffers: rows as loaded, and in fp32. `width`: elements of the longest row, in whole repeats.
   __aicore__ TensorCheck(const AscendC::LocalTensor<T>& loaded0, const AscendC::LocalTensor<T>& loaded1,
                          const AscendC::LocalTensor<float>& wide0, const AscendC::LocalTensor<float>& wide1)
       : loaded0(loaded0), loaded1(loaded1), wide0(wide0), wide1(wide1) {}

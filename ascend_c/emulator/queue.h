@@ -71,7 +71,7 @@ template <TPosition source, TPosition target, int32_t depth>
 class TQueBind {
  public:
   static constexpr pipe_t kWriter = queue_detail::writer(source), kReader = queue_detail::reader(target);
-  // Of its tensors: a queue that GM fills has VECIN, one that is drained to GM has VECOUT.
+  // The position of its tensors: a queue that GM fills has VECIN, one that is drained to GM has VECOUT.
   static constexpr TPosition kPosition = kWriter == PIPE_MTE2   ? TPosition::VECIN
                                          : kReader == PIPE_MTE3 ? TPosition::VECOUT
                                                                 : TPosition::VECCALC;

@@ -21,9 +21,9 @@ struct LseWords {
 
   Real top, log2_sum;
 
-  // Of a fully masked row: every weight is 0, and not NaN.
+  // The words of a fully masked row: every weight is 0, and not NaN.
   FLASHATTN_HOST_DEVICE static LseWords of_no_key() { return {kInfinite<Real>, Real(0)}; }
-  // Of a row after its last key, from its maximum, in units of log2, and the sum of its weights and its logarithm.
+  // The words of a row after its last key, from its maximum and the logarithm of its sum, in units of log2.
   // A sink of +inf has the maximum kLargest and weighs 1, whatever the sum.
   FLASHATTN_HOST_DEVICE static LseWords of_row(Real maximum, Real log2_sum) {
     return {maximum, maximum == kLargest<Real> ? Real(0) : log2_sum};
