@@ -56,11 +56,11 @@ def _op_alone(
     what: str, causal: bool, inputs: Sequence[Tensor], tangents: Sequence[Tensor], dout: Tensor
 ) -> Callable[[], Any]:
     call = *CallTensors(*inputs), *CallOptions(causal=causal, softmax_scale=1 / math.sqrt(inputs[0].shape[-1]))
-    out, lse, *_ = ops.pure_forward(*call, None, False, False, [])
+    out, lse, words, *_ = ops.pure_forward(*call, None, True, False, False, [])
     directions = *tangents, *[None] * 4  # no biases
-    first = torch.no_grad()(functools.partial(ops.jvp, *call, out, lse, None, *directions))
+    first = torch.no_grad()(functools.partial(ops.jvp, *call, out, lse, words, None, *directions))
     if what == "J":
         return first
     needs = [False] * 3
-    second = functools.partial(ops.second, *call, out, lse, None, dout, None, *first(), *directions, *needs)
+    second = functools.partial(ops.second, *call, out, lse, words, None, dout, None, *first(), *directions, *needs)
     return torch.no_grad()(second)
