@@ -160,7 +160,7 @@ class Backward : KeyTileWalk<Backward<In, Op, Accuracy, Rule>, AttnGradParams, I
       score_product(dov, panel_keys, lanes, units_v);
     }
     const IndexRange panel_rows{row0 + lanes.begin, row0 + lesser(lanes.end, rows)};
-    const bool whole_rows = sizeof(In) == 2 && this->see_no_other_tile(head_mask, panel_rows);
+    const bool whole_rows = sizeof(In) <= 4 && this->see_no_other_tile(head_mask, panel_rows);
     differentiate<Accuracy>(tile, gradients, rule, scales, scratch.rows, mask, whole_rows, lanes, panel_keys);
     if constexpr (kIsGeneral<Rule>) gradients.biases.end_panel(place, lanes, panel_keys, workspace.bias_turns);
     // The gradient of the sink also uses the recomputed delta, as do the gradients of biases for the weight of the

@@ -455,8 +455,9 @@ inline void store_scores(const ScoreTile<Op>& tile, const Rule rule, IndexRange 
 // products for dv and dk (along queries), and dS also of the product for dq (along keys).
 //
 // whole_rows: the queries of the panel see no key of another tile. delta, the row sum of P * dP, is then recomputed
-// here and stored in `rows`: delta from a 16-bit `out` has the rounding error of `out`, which dominates where few keys
-// are visible and the gradient cancels. find_delta detects rows whose keys are not all in this call.
+// here and stored in `rows`: delta from `out` has the rounding error of `out` and another order of sums than dP, which
+// dominate where few keys are visible and the gradient cancels; with one key dS is then exactly 0. find_delta detects
+// rows whose keys are not all in this call.
 template <class Accuracy, class Op, class Rule>
 FLASHATTN_SHARED void differentiate(const ScoreTile<Op>& tile, const GradientTile<Op>& gradients, const Rule& rule,
                                     const GradientScales<typename Op::Real, Rule>& scales,
