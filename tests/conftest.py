@@ -5,6 +5,9 @@ on the CPU once per instruction set that this machine has. A test that also take
 device supports, or for those that its `dtypes` marker names, and on one device more: `ascend-emulator`, where it is built,
 is tensors of the CPU through the Ascend C kernels. On all of them results and workspaces are poisoned before a kernel
 sees them (poison.py).
+
+Of the product of a test's parameters, instruction sets and dtypes, the CPU and the emulator run a part in which every pair of values
+occurs (covering.py); GPUs and NPUs, and all devices under `--exhaustive`, run the whole product.
 """
 
 from __future__ import annotations
@@ -14,10 +17,13 @@ import contextlib
 import gc
 import importlib.util
 import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import covering
+import hypothesis
 import poison
 import pytest
 import torch
@@ -27,8 +33,9 @@ from flashattn_ext import _C
 
 ALL_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 EMULATOR = "ascend-emulator"
+RANDOM_CALLS = 40
 EMULATOR_LIBRARY = Path(flashattn_ext.__file__).parent / "_ascend_emulator.so"
-STARTING_PROCESSES = ("ascend/test_npu_binding.py", "builds/", "distributed/", "cli/", "integrations/test_dtensor.py")
+SECONDS = Path(__file__).parent / "seconds.txt"  # of each file that takes a second or more
 TORCH_NPU = Path(__file__).parents[1] / "build/npu_binding" / f"torch_npu-{torch.__version__.split('+')[0]}"
 
 
@@ -40,32 +47,118 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="device to test on, may be repeated (default: every device present)",
     )
     parser.addoption("--backend", help="force a backend by name, as use_backend() does")
+    parser.addoption("--write-seconds", action="store_true", help="write the time of each file to tests/seconds.txt")
+    parser.addoption(
+        "--exhaustive",
+        action="store_true",
+        help="the whole product of all parameters, and ten times as many random calls (for nights; 30 minutes of two cores)",
+    )
+
+
+def register_profiles(exhaustive: bool) -> None:
+    """How many random calls the tests of hypothesis make, for each target. They are the same in every run, except in the profile "deep",
+    which is chosen by hand: HYPOTHESIS_PROFILE=deep.
+    """
+    common = dict(deadline=None, suppress_health_check=list(hypothesis.HealthCheck), print_blob=True)
+    hypothesis.settings.register_profile("ci", max_examples=RANDOM_CALLS, derandomize=True, **common)
+    hypothesis.settings.register_profile("exhaustive", max_examples=10 * RANDOM_CALLS, derandomize=True, **common)
+    hypothesis.settings.register_profile("deep", max_examples=5000, **common)
+    hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "exhaustive" if exhaustive else "ci"))
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "every_isa: on the CPU, run once per instruction set of the machine")
     config.addinivalue_line("markers", "dtypes(*names): the dtypes of the `dtype` argument, as torch attribute names")
+    config.addinivalue_line(
+        "markers",
+        "shapes_for(devices, parameter=values, ...): other devices run these values alone, because only kernels of these devices tell "
+        "the others apart",
+    )
+    config.addinivalue_line(
+        "markers",
+        "nightly: on the CPU and the emulator under --exhaustive alone, because another test finds the same faults in fewer cases",
+    )
+    config.addinivalue_line(
+        "markers", "every_pair: of a test without a device, every pair of its parameters' values runs"
+    )
+    config.addinivalue_line(
+        "markers", "whole_product: every combination of the test's parameters runs, not every pair of values"
+    )
     config.addinivalue_line("markers", "computes_in_fp32: beside its dtype; not for devices that have no fp32")
     config.addinivalue_line(
         "markers",
         "no_emulator: long calls that run the usual kernels there, which other tests cover, or calls that it refuses",
     )
+    register_profiles(config.getoption("--exhaustive"))
     poison.poison_empty_tensors()
     if config.getoption("--backend"):
         flashattn_ext.use_backend(config.getoption("--backend"))
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The order in which parallel processes take files (`--no-loadscope-reorder`): first those that start processes, whose few tests
-    take long, then those with many tests. Otherwise one process would end long after the others.
+def axes_of(item: pytest.Item) -> tuple[object, ...] | None:
+    """The values of an item's parameters, its instruction set and its dtype, one for each parametrize mark; None for an item that always
+    runs: one without a device and the marker `every_pair`, one on an accelerator, and one of a test with the marker `whole_product`.
     """
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        tests_of = collections.Counter(item.path for item in items)
+    call = getattr(item, "callspec", None)
+    if call is None or item.get_closest_marker("whole_product"):
+        return None
+    if not call.params.keys() & {"device", "isa"} and not item.get_closest_marker("every_pair"):
+        return None
+    device, isa = call.params.get("device", ("cpu", None))
+    if device not in ("cpu", EMULATOR):
+        return None
+    together = [mark.args[0] for mark in item.iter_markers("parametrize")]
+    names = [re.split(r"\s*,\s*", each) if isinstance(each, str) else each for each in together]
+    return (
+        (device, isa or call.params.get("isa")),
+        call.params.get("dtype"),
+        *(repr([call.params[name] for name in each]) for each in names),
+    )
 
-        def place(item: pytest.Item) -> tuple[int, int, str]:
-            name = item.nodeid.split("::")[0].removeprefix("tests/")
-            first = [name.startswith(prefix) for prefix in STARTING_PROCESSES]
-            return (first.index(True) if any(first) else len(first), -tests_of[item.path], name)
+
+def is_for_another_backend(item: pytest.Item) -> bool:
+    """Whether a value of a parameter is one that only another backend tells from the others (marker `shapes_for`)."""
+    call = getattr(item, "callspec", None)
+    return call is not None and any(
+        call.params.get("device", ("cpu",))[0] not in mark.args[0].split()
+        and any(call.params[name] not in values for name, values in mark.kwargs.items())
+        for mark in item.iter_markers("shapes_for")
+    )
+
+
+def chosen_items(items: list[pytest.Item]) -> set[pytest.Item]:
+    """The items that run without `--exhaustive`."""
+    chosen, products = set(), collections.defaultdict(list)
+    for item in items:
+        if is_for_another_backend(item):
+            continue
+        axes = axes_of(item)
+        if axes is None:
+            chosen.add(item)
+        elif item.get_closest_marker("nightly"):
+            continue
+        else:
+            products[item.nodeid.split("[")[0]].append((item, axes))
+    for name, cases in products.items():
+        chosen |= {cases[n][0] for n in covering.of_pairs([axes for _, axes in cases], name)}
+    return chosen
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out cases (chosen_items), and sets the order in which parallel processes take files (`--no-loadscope-reorder`): those that take
+    longest come first, so that no process ends long after the others.
+    """
+    by_name = any("[" in argument for argument in config.args)  # a case that is named runs
+    if not config.getoption("--exhaustive") and not by_name:
+        chosen = chosen_items(items)
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+        items[:] = [item for item in items if item in chosen]
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        seconds = {name: float(number) for number, name in map(str.split, SECONDS.read_text().splitlines())}
+
+        def place(item: pytest.Item) -> tuple[float, str]:
+            name = file_of(item.nodeid)
+            return -seconds.get(name, 0), name
 
         items.sort(key=place)
 
@@ -84,8 +177,22 @@ def pytest_collection() -> Iterator[None]:
         gc.enable()
 
 
+def file_of(test: str) -> str:
+    return test.split("::")[0].removeprefix("tests/")
+
+
+_spent: collections.Counter[str] = collections.Counter()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if session.config.getoption("--write-seconds") and "PYTEST_XDIST_WORKER" not in os.environ:
+        lines = [f"{seconds:.0f} {name}" for name, seconds in _spent.most_common() if seconds >= 1]
+        SECONDS.write_text("\n".join(lines) + "\n")
+
+
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Names a failed test at once, beside the list at the end, which a run that is killed never prints."""
+    _spent[file_of(report.nodeid)] += report.duration
     if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
         print(f"\n{report.when} failed: {report.nodeid}", file=sys.stderr, flush=True)
 
@@ -181,6 +288,11 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     """For tests of the CPU alone: each instruction set, whose kernels run while the test does."""
     with cpu_kernels(request.param):
         yield request.param
+
+
+@pytest.fixture(scope="session")
+def exhaustive(pytestconfig: pytest.Config) -> bool:
+    return bool(pytestconfig.getoption("--exhaustive"))
 
 
 @pytest.fixture

@@ -95,6 +95,7 @@ UNARY = {"Exp": np.exp, "Ln": np.log, "Abs": np.abs}
 DTYPES = ("float32", "float16")
 
 
+@pytest.mark.every_pair
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("form", ["count", "mask"])
 @pytest.mark.parametrize("name", [*BINARY, *SCALAR, *UNARY])

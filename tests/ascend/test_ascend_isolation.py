@@ -157,6 +157,7 @@ def check(name: str, dtype: torch.dtype, where: str, poison: float, mode: str = 
             assert not got[of][seen[of]].isfinite().any(), of
 
 
+@pytest.mark.every_pair
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("where", [*INPUTS, "all"])
 @pytest.mark.parametrize("name", CALLS)
@@ -171,6 +172,7 @@ def test_an_infinity(name: str, where: str, poison: float) -> None:
     check(name, torch.bfloat16, where, poison)
 
 
+@pytest.mark.every_pair
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("name", ["of query heads", "packed", "softcap, dropout", "bias"])
 @pytest.mark.parametrize("mode", MODES)

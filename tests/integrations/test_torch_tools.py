@@ -305,7 +305,10 @@ def test_export_with_dynamic_lengths(tmp_path: Path) -> None:
 
 
 def test_aot_inductor(tmp_path: Path) -> None:
-    package = torch._inductor.aoti_compile_and_package(_exported(), package_path=str(tmp_path / "attention.pt2"))
+    quickly = {"aot_inductor.compile_wrapper_opt_level": "O0"}
+    package = torch._inductor.aoti_compile_and_package(
+        _exported(), package_path=str(tmp_path / "attention.pt2"), inductor_configs=quickly
+    )
     other = _qkv("cpu", 2, Sq=31, Sk=31)
     assert torch.equal(torch._inductor.aoti_load_package(package)(*other), _Module()(*other))
 

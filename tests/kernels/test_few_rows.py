@@ -40,6 +40,7 @@ def test_heads_in_a_tile(device: str, dtype: torch.dtype, Sq: int, heads: tuple[
     check(Case(dtype=dtype, B=2, Sq=Sq, Sk=1100, Hq=Hq, Hk=Hk, D=64, Dv=64, causal=True, use_lse=True), device)
 
 
+@pytest.mark.shapes_for("cuda", D=(64,))
 @pytest.mark.parametrize("D", [64, 128, 256])
 @pytest.mark.parametrize("Sq", [1, 16, 40])
 def test_many_splits(device: str, dtype: torch.dtype, Sq: int, D: int) -> None:
@@ -48,6 +49,7 @@ def test_many_splits(device: str, dtype: torch.dtype, Sq: int, D: int) -> None:
     check(Case(dtype=dtype, B=1, Sq=Sq, Sk=9000, Hq=4, Hk=1, D=D, Dv=D, causal=True, **options), device)  # type: ignore[arg-type]
 
 
+@pytest.mark.shapes_for("cuda", D=(64, 200))
 @pytest.mark.parametrize("D,Dv", [(64, 64), (96, 128), (128, 128), (200, 256)])
 @pytest.mark.parametrize("Sq,Hq,Hk", [(9, 8, 2), (33, 8, 2), (64, 3, 1), (17, 18, 1)])
 def test_blocks_of_queries(device: str, dtype: torch.dtype, Sq: int, Hq: int, Hk: int, D: int, Dv: int) -> None:
@@ -59,6 +61,7 @@ def test_blocks_of_queries(device: str, dtype: torch.dtype, Sq: int, Hq: int, Hk
     check(Case(**sizes, **lengths, causal=True, smooth_softmax=True), device)  # type: ignore[arg-type]
 
 
+@pytest.mark.shapes_for("cuda", D=(64, 40))
 @pytest.mark.parametrize("D,Dv", [(64, 64), (40, 64), (128, 128), (96, 128)])
 @pytest.mark.parametrize(
     "Sq,Hq,Hk", [(1, 6, 1), (16, 8, 2), (61, 1, 1), (17, 4, 1), (16, 16, 2), (128, 2, 2), (43, 3, 1)]

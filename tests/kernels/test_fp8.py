@@ -285,6 +285,7 @@ def long(width: int, values: int, **options: Any) -> Call:
     return Call(q, k, v, options, {})
 
 
+@pytest.mark.shapes_for("cuda", dims=((64, 64), (160, 192), (33, 50)))
 @pytest.mark.parametrize("name", LONG)
 @pytest.mark.parametrize("dims", [(64, 64), (80, 96), (128, 128), (160, 192), (192, 128), (256, 256), (33, 50)])
 def test_options_of_many_rows(device: str, dims: tuple[int, int], name: str) -> None:

@@ -1,25 +1,20 @@
-"""Property-based comparison with the reference over the whole option space, and every pair of features by name."""
+"""Property-based comparison with the reference over the whole option space, and every three features by name."""
 
 from __future__ import annotations
 
 import itertools
-import os
 from dataclasses import replace
 from typing import Any
 
+import covering
 import pytest
 import torch
 from helpers import TENSORS, VIEWS, Case, assert_same_bits, call_function, check, gradients, make_inputs, refusal, run
-from hypothesis import HealthCheck, given, reject, settings
+from hypothesis import given, reject
 from hypothesis import strategies as st
 from mask_cases import KINDS
 
 import flashattn_ext
-
-COMMON = dict(deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
-settings.register_profile("ci", max_examples=150, derandomize=True, **COMMON)
-settings.register_profile("deep", max_examples=5000, **COMMON)  # by hand: HYPOTHESIS_PROFILE=deep
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 LENGTHS = st.sampled_from([0, 1, 2, 7, 31, 32, 33, 63, 64, 65, 100, 127, 128, 129, 257])
 HEAD_DIMS = st.one_of(
@@ -160,13 +155,30 @@ FEATURES = {
 }
 EXCLUSIVE = [{"smooth", "sink"}, {"varlen", "bhsd"}, {"varlen", "longer_k"}, {"varlen", "longer_q"}, {"mla", "odd"}]
 EXCLUSIVE += [{"bias", "varlen"}, {"key_bias", "varlen"}, {"bias", "key_bias"}, {"documents", "intervals"}]
-PAIRS = [pair for pair in itertools.combinations(FEATURES, 2) if set(pair) not in EXCLUSIVE]
 
 
+def fit(features: set[str]) -> bool:
+    return not any(exclusive <= features for exclusive in EXCLUSIVE)
+
+
+def check_features(features: tuple[str, ...], device: str, dtype: torch.dtype) -> None:
+    options = {name: value for feature in features for name, value in FEATURES[feature].items()}
+    check(Case(**{"dtype": dtype, "Sq": 65, "Sk": 65, **options}), device)
+
+
+@pytest.mark.whole_product
 @pytest.mark.dtypes("float32", "bfloat16")
-@pytest.mark.parametrize("pair", PAIRS, ids="+".join)
+@pytest.mark.parametrize("features", covering.of_triples(list(FEATURES), fit, share=0.3), ids="+".join)
+def test_every_three_features(device: str, dtype: torch.dtype, features: tuple[str, ...]) -> None:
+    """Any three that fit together, present or absent in every way."""
+    check_features(features, device, dtype)
+
+
+@pytest.mark.nightly
+@pytest.mark.dtypes("float32", "bfloat16")
+@pytest.mark.parametrize("pair", [pair for pair in itertools.combinations(FEATURES, 2) if fit(set(pair))], ids="+".join)
 def test_every_pair_of_features(device: str, dtype: torch.dtype, pair: tuple[str, str]) -> None:
-    check(Case(**{"dtype": dtype, "Sq": 65, "Sk": 65, **FEATURES[pair[0]], **FEATURES[pair[1]]}), device)
+    check_features(pair, device, dtype)
 
 
 @pytest.mark.every_isa

@@ -1,4 +1,8 @@
-"""fp64 derivatives of both orders and both modes against finite differences, through out and lse together."""
+"""fp64 derivatives of both orders and both modes against finite differences, through out and lse together.
+
+A fast check compares the derivative along random directions of the inputs and outputs, a full one every element of the Jacobian. Full are
+those of IN_FULL, and all under `--exhaustive`.
+"""
 
 from __future__ import annotations
 
@@ -9,42 +13,52 @@ from torch.autograd import gradcheck, gradgradcheck
 
 import flashattn_ext
 
+IN_FULL = "all"
 
-def check_gradients(function, q, k, v, options: dict, sizes: list[tuple[int, int]]) -> None:
+
+@pytest.fixture
+def fast_mode(request: pytest.FixtureRequest, exhaustive: bool) -> bool:
+    names = getattr(request.node, "callspec", None)
+    return not exhaustive and (names is None or names.params.get("name") != IN_FULL)
+
+
+def check_gradients(function, q, k, v, options: dict, sizes: list[tuple[int, int]], fast_mode: bool) -> None:
     """sizes: (Sq, Sk) of each sequence."""
     leaves, given = tensors_and_options(q, k, v, options, sizes)
-    assert gradcheck(out_and_lse(function, leaves, given), tuple(leaves.values()), check_forward_ad=True)
+    inputs = tuple(leaves.values())
+    assert gradcheck(out_and_lse(function, leaves, given), inputs, check_forward_ad=True, fast_mode=fast_mode)
 
 
-def check_second_derivatives(function, q, k, v, options: dict, sizes: list[tuple[int, int]]) -> None:
-    """Reverse over reverse in full, and forward over reverse. sizes: (Sq, Sk) of each sequence."""
+def check_second_derivatives(function, q, k, v, options: dict, sizes: list[tuple[int, int]], fast_mode: bool) -> None:
+    """Reverse over reverse, and forward over reverse. sizes: (Sq, Sk) of each sequence."""
     leaves, given = tensors_and_options(q, k, v, options, sizes)
-    assert gradgradcheck(out_and_lse(function, leaves, given), tuple(leaves.values()), check_fwd_over_rev=True)
+    inputs = tuple(leaves.values())
+    assert gradgradcheck(out_and_lse(function, leaves, given), inputs, check_fwd_over_rev=True, fast_mode=fast_mode)
 
 
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("Sq,Sk", [(5, 7), (7, 4)])
-def test_gradients_are_those_of_finite_differences(name: str, Sq: int, Sk: int) -> None:
+def test_gradients_are_those_of_finite_differences(name: str, Sq: int, Sk: int, fast_mode: bool) -> None:
     tensors = leaf(2, Sq, 4, 3), leaf(2, Sk, 2, 3), leaf(2, Sk, 2, 5)
-    check_gradients(flashattn_ext.forward, *tensors, OPTIONS[name], [(Sq, Sk)] * 2)
+    check_gradients(flashattn_ext.forward, *tensors, OPTIONS[name], [(Sq, Sk)] * 2, fast_mode)
 
 
 @pytest.mark.parametrize("name", [*OPTIONS, *(f"bias {shape}" for shape in BROADCASTS)])
-def test_second_derivatives_are_those_of_finite_differences(name: str) -> None:
+def test_second_derivatives_are_those_of_finite_differences(name: str, fast_mode: bool) -> None:
     options = OPTIONS[name] if name in OPTIONS else {**OPTIONS["biases"], "bias": name.removeprefix("bias ") + "k"}
     tensors = leaf(2, 2, 2, 1), leaf(2, 3, 1, 1), leaf(2, 3, 1, 2)
-    check_second_derivatives(flashattn_ext.forward, *tensors, options, [(2, 3)] * 2)
+    check_second_derivatives(flashattn_ext.forward, *tensors, options, [(2, 3)] * 2, fast_mode)
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_second_derivatives_of_packed_sequences_are_those_of_finite_differences(name: str) -> None:
+def test_second_derivatives_of_packed_sequences_are_those_of_finite_differences(name: str, fast_mode: bool) -> None:
     starts_q, starts_k = cu_seqlens([2, 0, 1], "cpu"), cu_seqlens([3, 1, 1], "cpu")
 
     def function(q, k, v, **options):
         return flashattn_ext.varlen_forward(q, k, v, starts_q, starts_k, 2, 3, **options)
 
     sizes = [(2, 3), (0, 1), (1, 1)]
-    check_second_derivatives(function, leaf(3, 2, 1), leaf(5, 1, 1), leaf(5, 1, 2), OPTIONS[name], sizes)
+    check_second_derivatives(function, leaf(3, 2, 1), leaf(5, 1, 1), leaf(5, 1, 2), OPTIONS[name], sizes, fast_mode)
 
 
 def test_gradients_of_wide_heads_are_those_of_finite_differences() -> None:
@@ -58,9 +72,11 @@ def test_gradients_of_wide_heads_are_those_of_finite_differences() -> None:
 
 @pytest.mark.parametrize("broadcast", BROADCASTS)
 @pytest.mark.parametrize("together", [False, True], ids=["alone", "with all others"])
-def test_gradients_of_a_bias_are_those_of_finite_differences(broadcast: str, together: bool) -> None:
+def test_gradients_of_a_bias_are_those_of_finite_differences(broadcast: str, together: bool, fast_mode: bool) -> None:
     options = {**(OPTIONS["all"] if together else {}), "bias": broadcast + "k"}
-    check_gradients(flashattn_ext.forward, leaf(2, 4, 2, 3), leaf(2, 5, 1, 3), leaf(2, 5, 1, 3), options, [(4, 5)] * 2)
+    check_gradients(
+        flashattn_ext.forward, leaf(2, 4, 2, 3), leaf(2, 5, 1, 3), leaf(2, 5, 1, 3), options, [(4, 5)] * 2, fast_mode
+    )
 
 
 def test_gradients_of_t5s_table_are_those_of_finite_differences() -> None:
@@ -74,16 +90,16 @@ def test_gradients_of_t5s_table_are_those_of_finite_differences() -> None:
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_gradients_of_packed_sequences_are_those_of_finite_differences(name: str) -> None:
+def test_gradients_of_packed_sequences_are_those_of_finite_differences(name: str, fast_mode: bool) -> None:
     starts_q, starts_k = cu_seqlens([4, 0, 3], "cpu"), cu_seqlens([5, 2, 1], "cpu")
 
     def function(q, k, v, **options):
         return flashattn_ext.varlen_forward(q, k, v, starts_q, starts_k, 4, 5, **options)
 
     sizes = [(4, 5), (0, 2), (3, 1)]
-    check_gradients(function, leaf(7, 2, 3), leaf(8, 1, 3), leaf(8, 1, 3), OPTIONS[name], sizes)
+    check_gradients(function, leaf(7, 2, 3), leaf(8, 1, 3), leaf(8, 1, 3), OPTIONS[name], sizes, fast_mode)
 
 
-def test_gradients_across_tiles_are_those_of_finite_differences() -> None:
+def test_gradients_across_tiles_are_those_of_finite_differences(fast_mode: bool) -> None:
     tensors = leaf(1, 3, 1, 2), leaf(1, 130, 1, 2), leaf(1, 130, 1, 1)
-    check_gradients(flashattn_ext.forward, *tensors, OPTIONS["all"], [(3, 130)])
+    check_gradients(flashattn_ext.forward, *tensors, OPTIONS["all"], [(3, 130)], fast_mode)

@@ -24,6 +24,7 @@ def test_every_constructor(device: str, dtype: torch.dtype, kind: str, causal: b
     )
 
 
+@pytest.mark.shapes_for("cuda npu", D=(64, 129, 320))
 @pytest.mark.parametrize("heads", ["1", "k", "q"])
 @pytest.mark.parametrize("D", [32, 64, 96, 128, 129, 192, 256, 320, 512])
 def test_heads_and_head_dims(device: str, dtype: torch.dtype, heads: str, D: int) -> None:
@@ -202,6 +203,7 @@ def test_a_document_keeps_its_bits(device: str, dtype: torch.dtype, causal: bool
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.shapes_for("cuda npu", D=(64,))
 @pytest.mark.parametrize("D, heads", [(64, (4, 2)), (128, (6, 1)), (192, (2, 1))])
 def test_deterministic_gradients_of_documents(
     device: str, dtype: torch.dtype, D: int, heads: tuple[int, int], causal: bool
