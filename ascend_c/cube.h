@@ -53,8 +53,8 @@ class CubeCore {
     for (int32_t e = 0; e < 2; ++e) {
       SetFlag<HardEvent::M_MTE2>(kResidentEvent + e);
       SetFlag<HardEvent::M_MTE1>(kStageEvent + e);
-      SetFlag<HardEvent::FIX_M>(e);
     }
+    for (int32_t e = 0; e < kSums; ++e) SetFlag<HardEvent::FIX_M>(e);
   }
   // Every flag has to be 0 again at the end.
   __aicore__ void Finish() {
@@ -63,8 +63,8 @@ class CubeCore {
     for (int32_t e = 0; e < 2; ++e) {
       WaitFlag<HardEvent::M_MTE2>(kResidentEvent + e);
       WaitFlag<HardEvent::M_MTE1>(kStageEvent + e);
-      WaitFlag<HardEvent::FIX_M>(e);
     }
+    for (int32_t e = 0; e < kSums; ++e) WaitFlag<HardEvent::FIX_M>(e);
   }
 
   // One of the two large buffers for the operand of a whole task, or for the left operand of a step. They have no
@@ -76,9 +76,19 @@ class CubeCore {
   }
   __aicore__ L1Tile<T> LoadWide(int32_t which, AscendC::GlobalTensor<T> from, int32_t rows, int32_t columns,
                                 int64_t pitch) {
+    return Load(TakeWide(which, rows), from, columns, pitch);
+  }
+  // The left operand of a step in parts: its empty buffer, and columns of it.
+  __aicore__ L1Tile<T> TakeWide(int32_t which, int32_t rows) {
     const int32_t event = kWideEvent + which;
     AscendC::WaitFlag<AscendC::HardEvent::MTE1_MTE2>(event);
-    return Load(Place(2 * Sizes::kResidentBytes + which * Sizes::kWideBytes, event, rows), from, columns, pitch);
+    return Place(2 * Sizes::kResidentBytes + which * Sizes::kWideBytes, event, rows);
+  }
+  __aicore__ void LoadColumns(const L1Tile<T>& wide, int32_t column, AscendC::GlobalTensor<T> from, int32_t columns,
+                              int64_t pitch) {
+    L1Tile<T> part = wide;
+    part.data = wide.From(column);
+    Load(part, from, columns, pitch);
   }
   // The next small buffer, for a tile that is used once. `paired`: its rows are paired (schedule.h).
   __aicore__ L1Tile<T> LoadTile(AscendC::GlobalTensor<T> from, int32_t rows, int32_t columns, int64_t pitch,
@@ -138,8 +148,15 @@ class CubeCore {
     Multiply(left, n, begins);
   }
 
-  // The order of calls: begin the sums, issue products, store the sums to GM.
-  __aicore__ void BeginSums() { AscendC::WaitFlag<AscendC::HardEvent::FIX_M>(sums); }
+  // The order of calls: begin the sums, issue products, store the sums to GM. The sums 0 and 1 of 128 columns take
+  // turns, or the caller says which: the sums 2, in the second half of 0, leave 64 columns to 0 and to themselves.
+  __aicore__ void BeginSums() { BeginSums(sums == 1 ? 0 : 1); }
+  __aicore__ void BeginSums(int32_t which) {
+    sums = which;
+    AscendC::WaitFlag<AscendC::HardEvent::FIX_M>(sums);
+  }
+  // Back to sums that were begun before others.
+  __aicore__ void ResumeSums(int32_t which) { sums = which; }
   __aicore__ void StoreSums(const AscendC::GlobalTensor<float>& to, int32_t rows, int32_t columns, int32_t pitch,
                             Store how = Store::replace) {
     using namespace AscendC;
@@ -151,10 +168,9 @@ class CubeCore {
     p.srcStride = RoundUp(rows, 16);
     p.dstStride = pitch;
     if (how == Store::add) SetAtomicAdd<float>();
-    Fixpipe(to, l0c[sums * kRows * kTile], p);
+    Fixpipe(to, Sums(), p);
     if (how == Store::add) SetAtomicNone();
     SetFlag<HardEvent::FIX_M>(sums);
-    sums ^= 1;
   }
 
  private:
@@ -280,6 +296,11 @@ class CubeCore {
     AscendC::LoadData(to, tile.data, p);
   }
 
+  __aicore__ AscendC::LocalTensor<float> Sums() const {
+    constexpr int32_t kHalf = kRows * kTile / 2;
+    return l0c[sums == 2 ? kHalf : 2 * sums * kHalf];
+  }
+
   __aicore__ void Multiply(const Left& left, int32_t n, bool begins) {
     using namespace AscendC;
     const int32_t m = left.m();
@@ -293,11 +314,12 @@ class CubeCore {
     p.k = left.k();
     p.kDirectionAlign = kElement == 4 && left.transposed;  // how LoadTransposed lays out L0A
     p.cmatrixInitVal = begins;
-    Mmad(l0c[sums * kRows * kTile], l0a[stage * kLeft], l0b[stage * kRight], p);
+    Mmad(Sums(), l0a[stage * kLeft], l0b[stage * kRight], p);
     SetFlag<HardEvent::M_MTE1>(kStageEvent + stage);
     stage ^= 1;
   }
 
+  static constexpr int32_t kSums = 3;
   static_assert(kRingEvent + kRing - 1 <= kLastEvent, "free event ids");
   AscendC::LocalTensor<T> l1, l0a, l0b;
   AscendC::LocalTensor<float> l0c;

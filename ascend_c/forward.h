@@ -12,6 +12,8 @@
 //   cube     S0  S1  S2  S3 PV0 S4 PV1 S5 PV2 ...
 //   vector       P0  P1  P2  P3 O0  P4 O1  P5 O2 ...
 //
+// Where L0C has room, the products of S3 and PV0 alternate: sums of PV0 grow while tiles of S3 are stored.
+//
 // One flag in each direction and per step is enough. Scores of step t + kSlots overwrite slot t after PV(t), which
 // waits for P(t); P(t + kSlots) comes after O(t), which waits for PV(t); and PV(t + kSlots) waits for P(t + kSlots).
 //
@@ -38,7 +40,11 @@ class ForwardCube {
   static constexpr int32_t kKeys = Sizes::kKeys, kInner = Sizes::kInner;
 
  public:
-  __aicore__ explicit ForwardCube(const A& arguments) : a(arguments), workspace(arguments) {}
+  __aicore__ explicit ForwardCube(const A& arguments)
+      : a(arguments),
+        workspace(arguments),
+        alternates(sizeof(T) == 2 && Greater(arguments.head_dim, arguments.head_dim_v) <= kTile),
+        tile_keys(alternates ? kTile / 2 : kTile) {}
 
   __aicore__ void Run() {
     Steps<A> steps(a, kKeys);
@@ -46,27 +52,32 @@ class ForwardCube {
     int32_t issued = 0;
     while (steps.Next(&step)) {
       if (!step.keys) continue;
-      MultiplyKeys(step);
-      ring[issued % kSlots] = step;
-      if (issued >= kAhead) MultiplyValues(ring[(issued - kAhead) % kSlots], issued - kAhead);
-      ++issued;
+      const Step* before = issued >= kAhead ? &ring[(issued - kAhead) % kSlots] : nullptr;
+      MultiplyKeys(step, alternates ? before : nullptr);
+      if (before) MultiplyValues(*before);
+      ring[issued++ % kSlots] = step;
     }
-    for (int32_t t = Greater(0, issued - kAhead); t < issued; ++t) MultiplyValues(ring[t % kSlots], t);
+    for (int32_t t = Greater(0, issued - kAhead); t < issued; ++t) MultiplyValues(ring[t % kSlots]);
     cube.Finish();
   }
 
  private:
-  // S of a step. The queries of a task stay in L1.
-  __aicore__ void MultiplyKeys(const Step& step) {
+  // S of a step. Between its tiles, if any earlier step `before` is given, P V of that one: a product behind the third
+  // tile, and one after every two more, so that a tile of S is always ready for FIX. What is left is up to
+  // MultiplyValues. The queries of a task stay in L1.
+  __aicore__ void MultiplyKeys(const Step& step, const Step* before) {
     const Task& task = step.task;
     const int32_t key_head = task.head / a.group_size();
     if (step.first)
       queries = cube.LoadResident(task.number % 2, Head<T>(a.q, task.batch, task.head, task.queries.start + task.row),
                                   task.rows, a.head_dim, a.q.row_stride);
     const AscendC::GlobalTensor<float> scores = workspace.Scores(step.slot);
-    for (int32_t key = 0; key < step.keys; key += kTile) {
-      const int32_t rows = Lesser(kTile, step.keys - key), n = Columns<T>(a, rows);
-      cube.BeginSums();
+    for (int32_t key = 0; key < step.keys; key += tile_keys) {
+      const int32_t rows = Lesser(tile_keys, step.keys - key), n = Columns<T>(a, rows);
+      if (alternates)
+        cube.BeginSums(key % kTile == 0 ? kScoreSums : kOtherScoreSums);
+      else
+        cube.BeginSums();
       for (int32_t d = 0; d < a.head_dim; d += kInner) {
         const int32_t k = Lesser(kInner, a.head_dim - d);
         const int64_t row = task.keys.start + step.key + key;
@@ -75,40 +86,65 @@ class ForwardCube {
         cube.MultiplyTransposed({queries, 0, task.rows, d, k, false}, tile, 0, n, d == 0, true);
       }
       cube.StoreSums(scores[key], task.rows, n, kKeys);
+      if (before) AddValues(*before, 0, key - kTile / 2);
     }
     if (step.last) cube.ReleaseResident(queries);
     AscendC::CrossCoreSetFlag<2, PIPE_FIX>(kScoresReady);
   }
 
-  __aicore__ void MultiplyValues(const Step& step, int32_t number) {
+  // P V of a step, or what is left of it.
+  __aicore__ void MultiplyValues(const Step& step) {
+    const AscendC::GlobalTensor<float> partial = workspace.Partial(step.slot);
+    for (int32_t d = 0; d < a.head_dim_v; d += kTile) {
+      AddValues(step, d, step.keys);
+      if (alternates) cube.ResumeSums(kValueSums);
+      cube.StoreSums(partial[d], step.task.rows, Lesser(kTile, a.head_dim_v - d), kMaxHeadDim);
+      added = 0;
+    }
+    cube.Release(weights);
+    AscendC::CrossCoreSetFlag<2, PIPE_FIX>(kPartialReady);
+  }
+
+  // Goes on with columns of P V, from d on, until it has the products with the first `end` keys of the step.
+  __aicore__ void AddValues(const Step& step, int32_t d, int32_t end) {
     const Task& task = step.task;
-    AscendC::CrossCoreWaitFlag(kProbabilitiesReady);
     const bool isolates = a.has_intervals() && step.isolates;
     const AscendC::GlobalTensor<T> values =
         isolates ? IsolatedRow<T>(a, Sizes::kIsolatedForward, step.slot * kKeys)
                  : Head<T>(a.v, task.batch, task.head / a.group_size(), task.keys.start + step.key);
     const int64_t pitch = isolates ? a.isolated_pitch() : a.v.row_stride;
-    const L1Tile<T> probabilities =
-        cube.LoadWide(number % 2, workspace.Probabilities(step.slot), task.rows, Columns<T>(a, step.keys), kKeys);
-    const AscendC::GlobalTensor<float> partial = workspace.Partial(step.slot);
-    for (int32_t d = 0; d < a.head_dim_v; d += kTile) {
-      const int32_t n = Lesser(kTile, a.head_dim_v - d);
-      cube.BeginSums();
-      for (int32_t key = 0; key < step.keys; key += kInner) {
-        const int32_t rows = Lesser(kInner, step.keys - key), k = Columns<T>(a, rows);
-        const L1Tile<T> tile = cube.LoadTile(values[key * pitch + d], rows, n, pitch, Pairs<T>(a));
-        cube.MultiplyPlain({probabilities, 0, task.rows, key, k, false}, tile, n, key == 0, true);
-      }
-      cube.StoreSums(partial[d], task.rows, n, kMaxHeadDim);
+    const int32_t n = Lesser(kTile, a.head_dim_v - d);
+    if (alternates) cube.ResumeSums(kValueSums);
+    for (; added < Lesser(end, step.keys); added += kInner) {
+      const int32_t rows = Lesser(kInner, step.keys - added), k = Columns<T>(a, rows);
+      if (added == 0) BeginValues(step, d);
+      if (d == 0) cube.LoadColumns(weights, added, workspace.Probabilities(step.slot)[added], k, kKeys);
+      const L1Tile<T> tile = cube.LoadTile(values[added * pitch + d], rows, n, pitch, Pairs<T>(a));
+      cube.MultiplyPlain({weights, 0, task.rows, added, k, false}, tile, n, added == 0, true);
     }
-    cube.Release(probabilities);
-    AscendC::CrossCoreSetFlag<2, PIPE_FIX>(kPartialReady);
   }
+  // Begins columns of P V.
+  __aicore__ void BeginValues(const Step& step, int32_t d) {
+    if (d == 0) {
+      AscendC::CrossCoreWaitFlag(kProbabilitiesReady);
+      weights = cube.TakeWide(wides++ % 2, step.task.rows);
+    }
+    if (alternates)
+      cube.BeginSums(kValueSums);
+    else
+      cube.BeginSums();
+  }
+
+  static constexpr int32_t kScoreSums = 0, kOtherScoreSums = 2, kValueSums = 1;  // where products alternate
 
   const A& a;
   ForwardWorkspace<T> workspace;
   CubeCore<T> cube;
-  L1Tile<T> queries;
+  L1Tile<T> queries, weights;
+  bool alternates;    // products of S and P V
+  int32_t tile_keys;  // of S
+  int32_t added = 0;  // keys of P V whose products are in its sums
+  int32_t wides = 0;  // buffers that weights were loaded into
 };
 
 template <typename T, class A>
