@@ -24,6 +24,7 @@ struct Arguments : AttnGradParams {
   // cache has no room for it.
   static constexpr bool kFindsDelta = true;
   static constexpr bool kDealsByArea = true;  // schedule.h, likewise
+  static constexpr bool kLongSteps = false;   // SizesOf
 
   PlainScore<float, false> score;  // score.h
   float cap = 0;                   // softcap; 0: none
@@ -68,17 +69,20 @@ struct Arguments : AttnGradParams {
   FLASHATTN_HOST_DEVICE int64_t relative_sums_count() const { return batch * 2 * heads_q * relative_pitch; }
 };
 
-// Options that kernels may be compiled without, as bits: their code is large, and few calls have them.
-constexpr uint32_t kSoftcap = 1, kBiases = 2, kMask = 4, kDropout = 8;
+// Options that kernels may be compiled without, as bits: their code is large, and few calls have them. Short steps are
+// an option of the forward: a kernel without it has long ones (has_long_steps in dispatch.h).
+constexpr uint32_t kSoftcap = 1, kBiases = 2, kMask = 4, kDropout = 8, kShortSteps = 16;
 // The sets of options in the table of kernels.
-constexpr uint32_t kPlainOptions = kSoftcap, kDropoutOptions = kSoftcap | kDropout, kMaskOptions = kSoftcap | kMask,
-                   kBiasOptions = kSoftcap | kBiases | kMask, kEveryOption = kSoftcap | kBiases | kMask | kDropout;
+constexpr uint32_t kLongOptions = 0, kPlainOptions = kSoftcap | kShortSteps, kDropoutOptions = kPlainOptions | kDropout,
+                   kMaskOptions = kPlainOptions | kMask, kBiasOptions = kMaskOptions | kBiases,
+                   kEveryOption = kBiasOptions | kDropout;
 
 // The arguments of a kernel that is compiled with these options alone. Its code asks them whether a call has an option
 // in the way it asks Arguments, which stand for every option, and the compiler leaves out the code of the others.
 template <uint32_t kOptions>
 struct ArgumentsWith : Arguments {
   static constexpr bool kFindsDelta = kOptions != kEveryOption, kDealsByArea = kFindsDelta;
+  static constexpr bool kLongSteps = !(kOptions & kShortSteps);
 
   FLASHATTN_HOST_DEVICE bool has_softcap() const { return (kOptions & kSoftcap) && Arguments::has_softcap(); }
   FLASHATTN_HOST_DEVICE bool has_bias() const { return (kOptions & kBiases) && Arguments::has_bias(); }

@@ -6,6 +6,7 @@
 
 #include "../csrc/backend/backend.h"
 #include "../csrc/rules/dropout.h"
+#include "../csrc/rules/mask.h"
 #include "tiles.h"
 
 namespace flashattn_ext {
@@ -68,7 +69,7 @@ void carve_isolation(Carver* carver, Arguments* a, int64_t cores, int64_t all_co
 }
 void carve_forward(Carver* carver, Arguments* a, int64_t all_cores) {
   const int64_t cores = forward_cores(*a, all_cores);
-  a->workspace = carver->take(cores * forward_slot_bytes(a->dtype));
+  a->workspace = carver->take(cores * forward_slot_bytes(*a));
   carve_isolation(carver, a, cores, all_cores, SizesOf<4>::kIsolatedForward, SizesOf<2>::kIsolatedForward);
 }
 void carve_backward(Carver* carver, Arguments* a, int64_t all_cores) {
@@ -99,8 +100,20 @@ void set_numbers(Arguments* a) {
 
 }  // namespace
 
-int64_t forward_slot_bytes(DType dtype) {
-  return dtype == DType::kFloat32 ? SizesOf<4>::kForwardWorkspaceBytes : SizesOf<2>::kForwardWorkspaceBytes;
+bool has_long_steps(const AttnParams& p) {
+  constexpr Tiling kLong = kTilingOfLongSteps;
+  if (p.dtype == DType::kFloat32 || std::max(p.head_dim, p.head_dim_v) > kLong.head_dim) return false;
+  if (p.softcap > 0 || p.has_bias() || p.has_intervals() || p.has_dropout()) return false;
+  const int64_t sequences = std::max<int64_t>(p.batch, 1);
+  const int64_t seqlen_q = p.is_varlen() ? p.total_q / sequences : p.seqlen_q;
+  const int64_t seqlen_k = p.is_varlen() ? p.total_k / sequences : p.seqlen_k, row = (seqlen_q - 1) / 2;
+  const auto seen = BasicMask<int64_t>(p, seqlen_q, seqlen_k).keys_of(row, row + 1);
+  return seen.end - seen.begin > kLong.keys;
+}
+
+int64_t forward_slot_bytes(const AttnParams& p) {
+  if (has_long_steps(p)) return SizesOf<2, true>::kForwardWorkspaceBytes;
+  return p.dtype == DType::kFloat32 ? SizesOf<4>::kForwardWorkspaceBytes : SizesOf<2>::kForwardWorkspaceBytes;
 }
 int64_t backward_slot_bytes(DType dtype) {
   return dtype == DType::kFloat32 ? SizesOf<4>::kBackwardWorkspaceBytes : SizesOf<2>::kBackwardWorkspaceBytes;
@@ -149,7 +162,8 @@ size_t kernel_of(Stage stage, const Arguments& a) {
   static constexpr Row kRows[] = {FLASHATTN_KERNELS(FLASHATTN_ROW)};
 #undef FLASHATTN_ROW
   const uint32_t has = (a.has_softcap() ? kSoftcap : 0) | (a.has_bias() ? kBiases : 0) |
-                       (a.has_intervals() ? kMask : 0) | (a.has_dropout() ? kDropout : 0);
+                       (a.has_intervals() ? kMask : 0) | (a.has_dropout() ? kDropout : 0) |
+                       (has_long_steps(a) ? 0 : kShortSteps);
   const auto runs = [&](const Row& row) {
     return row.stage == stage && (row.type == a.dtype || stage == Stage::kDropoutMask) && (has & ~row.options) == 0;
   };

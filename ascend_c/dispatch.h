@@ -22,8 +22,12 @@ std::string supports(const AttnParams& p, bool backward);
 int64_t forward_cores(const AttnParams& p, int64_t cores);
 int64_t backward_cores(const AttnGradParams& p, int64_t cores);
 
+// Whether a forward takes steps of 1024 keys: 16 bits, head dims up to 128, no option, and a row that sees more keys in
+// the middle of the average sequence. The short steps of short rows are slower there.
+bool has_long_steps(const AttnParams& p);
+
 // The workspace bytes of one core for the data that its cube and vector cores exchange.
-int64_t forward_slot_bytes(DType dtype);
+int64_t forward_slot_bytes(const AttnParams& p);
 int64_t backward_slot_bytes(DType dtype);
 
 // The workspace bytes of all `cores` together.

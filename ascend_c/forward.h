@@ -1,6 +1,6 @@
 // The forward: out and lse of every query row. Per core one cube core and two vector cores walk through the same steps
-// (schedule.h), a step being 128 query rows and up to 512 keys (fp32: 128); everything goes from one to the other
-// through slots of the core's workspace:
+// (schedule.h), a step being 128 query rows and up to 512 keys (long steps: 1024, fp32: 128); everything goes from one
+// to the other through slots of the core's workspace:
 //
 //   cube     S(t) = Q K^T                    ->  scores         kScoresReady
 //   vector   m, l, P(t) = exp(s - m)         ->  probabilities  kProbabilitiesReady
@@ -36,8 +36,8 @@ __aicore__ inline int32_t Columns(const A& a, int32_t keys) {
 // T: type of the inputs. A: Arguments, or ArgumentsWith.
 template <typename T, class A>
 class ForwardCube {
-  using Sizes = SizesOf<sizeof(T)>;
-  static constexpr int32_t kKeys = Sizes::kKeys, kInner = Sizes::kInner;
+  using Sizes = SizesOf<sizeof(T), A::kLongSteps>;
+  static constexpr int32_t kKeys = Sizes::kKeys, kInner = Sizes::kInner, kWideKeys = Sizes::kWideKeys;
 
  public:
   __aicore__ explicit ForwardCube(const A& arguments)
@@ -98,10 +98,10 @@ class ForwardCube {
     for (int32_t d = 0; d < a.head_dim_v; d += kTile) {
       AddValues(step, d, step.keys);
       if (alternates) cube.ResumeSums(kValueSums);
-      cube.StoreSums(partial[d], step.task.rows, Lesser(kTile, a.head_dim_v - d), kMaxHeadDim);
+      cube.StoreSums(partial[d], step.task.rows, Lesser(kTile, a.head_dim_v - d), Sizes::kPartialPitch);
       added = 0;
     }
-    cube.Release(weights);
+    if (!kInHalves) cube.Release(weights);
     AscendC::CrossCoreSetFlag<2, PIPE_FIX>(kPartialReady);
   }
 
@@ -116,29 +116,30 @@ class ForwardCube {
     const int32_t n = Lesser(kTile, a.head_dim_v - d);
     if (alternates) cube.ResumeSums(kValueSums);
     for (; added < Lesser(end, step.keys); added += kInner) {
-      const int32_t rows = Lesser(kInner, step.keys - added), k = Columns<T>(a, rows);
-      if (added == 0) BeginValues(step, d);
-      if (d == 0) cube.LoadColumns(weights, added, workspace.Probabilities(step.slot)[added], k, kKeys);
+      const int32_t rows = Lesser(kInner, step.keys - added), k = Columns<T>(a, rows), column = added % kWideKeys;
+      if (added == 0) BeginValues(d);
+      if (d == 0 && column == 0) weights = cube.TakeWide(wides++ % 2, task.rows);
+      if (d == 0) cube.LoadColumns(weights, column, workspace.Probabilities(step.slot)[added], k, kKeys);
       const L1Tile<T> tile = cube.LoadTile(values[added * pitch + d], rows, n, pitch, Pairs<T>(a));
-      cube.MultiplyPlain({weights, 0, task.rows, added, k, false}, tile, n, added == 0, true);
+      cube.MultiplyPlain({weights, 0, task.rows, column, k, false}, tile, n, added == 0, true);
+      if (kInHalves && (column + kInner == kWideKeys || added + kInner >= step.keys)) cube.Release(weights);
     }
   }
   // Begins columns of P V.
-  __aicore__ void BeginValues(const Step& step, int32_t d) {
-    if (d == 0) {
-      AscendC::CrossCoreWaitFlag(kProbabilitiesReady);
-      weights = cube.TakeWide(wides++ % 2, step.task.rows);
-    }
+  __aicore__ void BeginValues(int32_t d) {
+    if (d == 0) AscendC::CrossCoreWaitFlag(kProbabilitiesReady);
     if (alternates)
       cube.BeginSums(kValueSums);
     else
       cube.BeginSums();
   }
 
+  static constexpr bool kInHalves = kKeys > kWideKeys;  // P of a step takes both buffers of L1
+  static_assert(!kInHalves || Sizes::kTiles.head_dim <= kTile, "P is multiplied once");
   static constexpr int32_t kScoreSums = 0, kOtherScoreSums = 2, kValueSums = 1;  // where products alternate
 
   const A& a;
-  ForwardWorkspace<T> workspace;
+  ForwardWorkspace<T, A> workspace;
   CubeCore<T> cube;
   L1Tile<T> queries, weights;
   bool alternates;    // products of S and P V
@@ -149,9 +150,9 @@ class ForwardCube {
 
 template <typename T, class A>
 class ForwardVector : VectorCore {
-  using Sizes = SizesOf<sizeof(T)>;
+  using Sizes = SizesOf<sizeof(T), A::kLongSteps>;
   static constexpr int32_t kKeys = Sizes::kKeys, kChunkRows = Sizes::kChunkRows, kPitch = Sizes::kPitch,
-                           kPartialRows = Sizes::kPartialRows;
+                           kPartialRows = Sizes::kPartialRows, kPartialPitch = Sizes::kPartialPitch;
 
  public:
   __aicore__ explicit ForwardVector(const A& arguments)
@@ -238,7 +239,8 @@ class ForwardVector : VectorCore {
   static constexpr int32_t kMaskBytes = 4 * Intervals::FloatsOf(kChunkRows, kKeys);
   static constexpr int32_t kDropoutBytes =
       4 * (Dropout::kConstantWords + Dropout::WordsOf(kChunkTiles) + Dropout::PartsOf(kChunkGroups, kMaxAcross));
-  static constexpr int32_t kMostBytes = Sizes::kTiles.ub_bytes(kMaxHeadDim) + kBiasBytes + kMaskBytes + kDropoutBytes;
+  static constexpr int32_t kMostBytes =
+      Sizes::kTiles.ub_bytes(Sizes::kTiles.head_dim) + kBiasBytes + kMaskBytes + kDropoutBytes;
   static constexpr int32_t kFewestBuffers = kMostBytes <= kUbBytes ? 2 : 1;  // of scores and of P
   static_assert(kMostBytes - (2 - kFewestBuffers) * kChunk * (4 + int32_t(sizeof(T))) <= kUbBytes,
                 "there is room for everything");
@@ -288,8 +290,8 @@ class ForwardVector : VectorCore {
   __aicore__ void DrawWords(const Step& step, const Step* next, int32_t row, int32_t rows,
                             const AscendC::LocalTensor<int32_t>& scratch) {
     constexpr int32_t kTiles = kMaxAcross > kStepGroups ? kMaxAcross : kStepGroups;
-    static_assert(Dropout::ScratchOf(kStepTiles) <= 2 * kChunk, "scores are large enough");
-    static_assert(Dropout::ScratchOf(kTiles) * 4 <= kChunk * int32_t(sizeof(T)), "so is P");
+    static_assert(A::kLongSteps || Dropout::ScratchOf(kStepTiles) <= 2 * kChunk, "scores are large enough");
+    static_assert(A::kLongSteps || Dropout::ScratchOf(kTiles) * 4 <= kChunk * int32_t(sizeof(T)), "so is P");
     static_assert(kChunkTiles <= kTiles, "and for a chunk");
     if (draws_steps) {
       TakeLoadBuffers();
@@ -379,8 +381,8 @@ class ForwardVector : VectorCore {
       const LocalTensor<float> product = scores[buffer * kChunk], o = output[row * width];
       const int32_t copied = RoundUp(a.head_dim_v, 8) / 8;
       WaitFlag<HardEvent::V_MTE2>(buffer);
-      DataCopyPad(product, workspace.Partial(step.slot)[(SlotRow(task) + row) * kMaxHeadDim],
-                  DataCopyExtParams(rows, a.head_dim_v * 4, (kMaxHeadDim - a.head_dim_v) * 4, pitch - copied, 0),
+      DataCopyPad(product, workspace.Partial(step.slot)[(SlotRow(task) + row) * kPartialPitch],
+                  DataCopyExtParams(rows, a.head_dim_v * 4, (kPartialPitch - a.head_dim_v) * 4, pitch - copied, 0),
                   DataCopyPadExtParams<float>(false, 0, 0, 0.0f));
       SetFlag<HardEvent::MTE2_V>(buffer);
       WaitFlag<HardEvent::MTE2_V>(buffer);
@@ -466,7 +468,7 @@ class ForwardVector : VectorCore {
   }
 
   const A& a;
-  ForwardWorkspace<T> workspace;
+  ForwardWorkspace<T, A> workspace;
   int32_t width;  // floats of a row of O: whole repeats
   int32_t buffers =
       2;  // buffers of scores and of P: one if head dim, biases, Mask and dropout together leave no room for two

@@ -8,6 +8,8 @@
   KERNEL(FLASHATTN_VECTOR, kForwardCheck, kFloat16, kEveryOption, flash_forward_check_fp16)   \
   KERNEL(FLASHATTN_VECTOR, kForwardCheck, kBFloat16, kEveryOption, flash_forward_check_bf16)  \
   KERNEL(FLASHATTN_VECTOR, kForwardCheck, kFloat32, kEveryOption, flash_forward_check_fp32)   \
+  KERNEL(FLASHATTN_MIXED, kForward, kFloat16, kLongOptions, flash_forward_long_fp16)          \
+  KERNEL(FLASHATTN_MIXED, kForward, kBFloat16, kLongOptions, flash_forward_long_bf16)         \
   KERNEL(FLASHATTN_MIXED, kForward, kFloat16, kPlainOptions, flash_forward_fp16)              \
   KERNEL(FLASHATTN_MIXED, kForward, kBFloat16, kPlainOptions, flash_forward_bf16)             \
   KERNEL(FLASHATTN_MIXED, kForward, kFloat32, kPlainOptions, flash_forward_fp32)              \

@@ -266,10 +266,10 @@ class Steps {
   int32_t number = 0, tasks_begun = 0;
 };
 
-// The slots of a core's workspace in the forward.
-template <typename T>
+// The slots of a core's workspace in the forward. A: Arguments, or ArgumentsWith.
+template <typename T, class A>
 class ForwardWorkspace {
-  using Sizes = SizesOf<sizeof(T)>;
+  using Sizes = SizesOf<sizeof(T), A::kLongSteps>;
 
  public:
   __aicore__ explicit ForwardWorkspace(const Arguments& a)

@@ -129,7 +129,7 @@ __aicore__ inline void ClearHidden(const Arguments& a, const Task& task, const S
 // The running maximum and sum of one vector core's rows of the tasks in flight, and the weights of a chunk.
 template <typename T, class A>
 class OnlineSoftmax {
-  using Sizes = SizesOf<sizeof(T)>;
+  using Sizes = SizesOf<sizeof(T), A::kLongSteps>;
   static constexpr int32_t kScale = 8;  // a block
   static constexpr int32_t kHalf = kRows / 2, kChunkRows = Sizes::kChunkRows, kPitch = Sizes::kPitch;
   static constexpr int32_t kPitchBlocks = kPitch / 8;

@@ -27,9 +27,10 @@ constexpr int32_t kL0cBytes = 128 * 1024;
 
 // Tile sizes of the forward, and the bytes that they need in each memory.
 struct Tiling {
-  int32_t rows;         // queries of a task; each vector core takes a half
-  int32_t keys;         // keys that the cube hands over at a time
-  int32_t element = 2;  // bytes of an input
+  int32_t rows;                    // queries of a task; each vector core takes a half
+  int32_t keys;                    // keys that the cube hands over at a time
+  int32_t element = 2;             // bytes of an input
+  int32_t head_dim = kMaxHeadDim;  // the largest one
 
   // Lanes that one product sums over: half as many in fp32.
   FLASHATTN_HOST_DEVICE constexpr int32_t inner() const { return kTileBytes / kTile / element; }
@@ -50,7 +51,9 @@ struct Tiling {
   FLASHATTN_HOST_DEVICE constexpr int32_t resident_bytes() const {
     return rows * kMaxHeadDim * element;
   }  // Q of a task
-  FLASHATTN_HOST_DEVICE constexpr int32_t wide_bytes() const { return rows * keys * element; }  // P of a step
+  // Keys of P in L1 at a time: a step's, or half of a long step's.
+  FLASHATTN_HOST_DEVICE constexpr int32_t wide_keys() const { return keys < 512 ? keys : 512; }
+  FLASHATTN_HOST_DEVICE constexpr int32_t wide_bytes() const { return rows * wide_keys() * element; }
   FLASHATTN_HOST_DEVICE constexpr int32_t left_bytes() const { return rows * inner() * element; }
   FLASHATTN_HOST_DEVICE constexpr int32_t sum_bytes() const { return rows * kTile * 4; }
 
@@ -71,27 +74,30 @@ struct Tiling {
 
 constexpr Tiling kTiling = {128, 512};                    // one flag for 64 K scores
 constexpr Tiling kTilingOfFp32 = {kTiling.rows, 128, 4};  // products take four times as long: a flag for 16 K scores
+// Long steps: half as many products with V to store, and half as many flags. UB has room for chunks of 8 rows.
+constexpr Tiling kTilingOfLongSteps = {kTiling.rows, 1024, kTiling.element, kTile};
 constexpr int32_t kRows = kTiling.rows;
 
-// Sizes that follow from the size of an input in bytes.
-template <int32_t kElement>
+// Sizes that follow from the size of an input in bytes. kLongSteps: of the forward's kernels for long steps.
+template <int32_t kElement, bool kLongSteps = false>
 struct SizesOf {
-  static constexpr Tiling kTiles = kElement == 4 ? kTilingOfFp32 : kTiling;
+  static constexpr Tiling kTiles = kLongSteps ? kTilingOfLongSteps : kElement == 4 ? kTilingOfFp32 : kTiling;
   static_assert(kTiles.rows % 32 == 0 && kTiles.keys % kLanes == 0, "whole groups of 16 for each core, whole repeats");
   static_assert(kTiles.l1_bytes() <= kL1Bytes, "L1");
   static_assert(kTiles.l0a_bytes() <= kL0Bytes, "L0A");
   static_assert(kTiles.l0b_bytes() <= kL0Bytes, "L0B");
   static_assert(kTiles.l0c_bytes() <= kL0cBytes, "L0C");
-  static_assert(kTiles.ub_bytes(kMaxHeadDim) <= kUbBytes, "UB");
+  static_assert(kTiles.ub_bytes(kTiles.head_dim) <= kUbBytes, "UB");
 
   static constexpr int32_t kInner = kTiles.inner();
-  static constexpr int32_t kKeys = kTiles.keys;
+  static constexpr int32_t kKeys = kTiles.keys, kWideKeys = kTiles.wide_keys();
   static constexpr int32_t kQueries = kElement == 4 ? 128 : 512;  // backward: of a step, with kTile keys
 
   // Workspace of one core, in bytes; every row begins on a multiple of 512. Scores, dP and P V are fp32.
   static constexpr int64_t kScoreBytes = int64_t{kRows} * kKeys * 4;
   static constexpr int64_t kProbabilityBytes = int64_t{kRows} * kKeys * kElement;
-  static constexpr int64_t kPartialBytes = int64_t{kRows} * kMaxHeadDim * 4;
+  static constexpr int32_t kPartialPitch = kTiles.head_dim;
+  static constexpr int64_t kPartialBytes = int64_t{kRows} * kPartialPitch * 4;
   static constexpr int64_t kForwardWorkspaceBytes = kSlots * (kScoreBytes + kProbabilityBytes + kPartialBytes);
   static constexpr int64_t kBackwardScoreBytes = int64_t{kQueries} * kTile * 4;
   static constexpr int64_t kBackwardRoundedBytes = int64_t{kQueries} * kTile * kElement;  // P or dS
@@ -102,7 +108,7 @@ struct SizesOf {
 
   // Cube core.
   static constexpr int32_t kResidentBytes = kTiles.resident_bytes();  // Q of a task, two tasks; backward: K and V
-  static constexpr int32_t kWideBytes = kTiles.wide_bytes();          // P of a step, two steps; backward: P and dS
+  static constexpr int32_t kWideBytes = kTiles.wide_bytes();          // P of wide_keys(), twice; backward: P and dS
   static_assert(kRows == kTile && kBackwardRoundedBytes <= kWideBytes, "the backward's K, P and dS");
 
   // Vector core.
@@ -110,7 +116,7 @@ struct SizesOf {
   static constexpr int32_t kPitch = kTiles.pitch();
   static constexpr int32_t kPartialRows = kTiles.partial_rows();
   static constexpr int32_t kGradRows = kElement == 4 ? 16 : 32;  // backward: rows of scores in UB at a time
-  static_assert(kChunkRows % kGroupRows == 0, "the generator works on whole groups");
+  static_assert(kLongSteps || kChunkRows % kGroupRows == 0, "the generator works on whole groups");
   static_assert(kPartialRows > 0 && kChunkRows % 8 == 0, "whole blocks of statistics");
 };
 

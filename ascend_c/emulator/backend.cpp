@@ -165,7 +165,7 @@ ascend_emulator::Report run_forward(const AttnParams& p, const Choices& how) {
   const int64_t batch = p.is_varlen() ? 1 : p.batch, rows = p.is_varlen() ? p.total_q : p.seqlen_q;
   add(gm, "out", p.dtype, p.out, batch, rows, p.heads_q, p.head_dim_v, Use::output);
   add(gm, "lse", p.lse, batch, p.heads_q, rows, Use::output);
-  const size_t bytes = static_cast<size_t>(cores * ascend::forward_slot_bytes(p.dtype));
+  const size_t bytes = static_cast<size_t>(cores * ascend::forward_slot_bytes(p));
   if (moves_data) std::memset(arguments.workspace, 0xff, bytes);
   gm.add("workspace", arguments.workspace, bytes, Use::workspace);
   total += launch(ascend::Stage::kForward, cores, how, gm, arguments);

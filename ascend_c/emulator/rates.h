@@ -9,7 +9,7 @@
 namespace ascend_emulator {
 
 // Memory. Estimates: what a core gets of L2 while all 24 are busy. They were set together, so that a plain pipeline
-// (this forward with 256 keys a hand-over, four ahead) lands where the best published forward of D=128 does: 45 to 48 %
+// (256 keys a hand-over, four ahead, PV after S) lands where the best published forward of D=128 does: 45 to 48 %
 // of the cube's peak, held up by the cube's stores, which is its authors' own diagnosis.
 constexpr double kLoadBytesPerCycle = 64;   // MTE2: GM -> L1 or UB
 constexpr double kStoreBytesPerCycle = 64;  // MTE3: UB -> GM

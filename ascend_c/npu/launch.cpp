@@ -40,6 +40,8 @@
 #include "../inst/forward_general_bf16.cpp"
 #include "../inst/forward_general_fp16.cpp"
 #include "../inst/forward_general_fp32.cpp"
+#include "../inst/forward_long_bf16.cpp"
+#include "../inst/forward_long_fp16.cpp"
 #include "../inst/forward_mask_bf16.cpp"
 #include "../inst/forward_mask_fp16.cpp"
 #include "../inst/forward_mask_fp32.cpp"
@@ -82,6 +84,8 @@
 #include <aclrtlaunch_flash_forward_general_bf16.h>
 #include <aclrtlaunch_flash_forward_general_fp16.h>
 #include <aclrtlaunch_flash_forward_general_fp32.h>
+#include <aclrtlaunch_flash_forward_long_bf16.h>
+#include <aclrtlaunch_flash_forward_long_fp16.h>
 #include <aclrtlaunch_flash_forward_mask_bf16.h>
 #include <aclrtlaunch_flash_forward_mask_fp16.h>
 #include <aclrtlaunch_flash_forward_mask_fp32.h>

@@ -17,7 +17,8 @@ int main() {
     for (uint32_t options = 0; options <= kEveryOption; ++options) {
       AttnGradParams p;
       p.dtype = type;
-      p.batch = p.heads_q = p.heads_k = p.seqlen_q = p.seqlen_k = 1;
+      p.batch = p.heads_q = p.heads_k = p.seqlen_q = 1;
+      p.seqlen_k = options & kShortSteps ? 1024 : 1025;
       p.head_dim = p.head_dim_v = 64;
       p.softcap = options & kSoftcap ? 30 : 0;
       p.alibi_slopes = options & kBiases ? &number : nullptr;

@@ -42,6 +42,15 @@ CASES = {
         lengths_q=(5, 0, 140, 20), lengths_k=(9, 30, 0, 300), D=64, Dv=64, causal=True, dropout_p=0.2, rng_seed=7
     ),
     "packed": Case(lengths_q=(5, 0, 140, 20), lengths_k=(9, 30, 0, 300), D=64, Dv=64, causal=True),
+    "long steps": Case(B=1, Sq=140, Sk=2048, Hq=2, Hk=1, D=64, Dv=64, causal=True),
+    "long steps, not of whole tiles": Case(
+        B=1, Sq=270, Sk=2300, Hq=2, Hk=1, D=40, Dv=128, causal=True, smooth_softmax=True
+    ),
+    "long steps, window": Case(
+        B=1, Sq=150, Sk=3000, Hq=1, Hk=1, D=128, Dv=61, window_size=(1500, 30), sink_dtype=torch.float32
+    ),
+    "long steps, one row": Case(B=1, Sq=1, Sk=1100, Hq=2, Hk=2, D=64, Dv=64),
+    "long steps, packed": Case(lengths_q=(40, 3, 150, 0), lengths_k=(1500, 0, 2600, 1100), D=64, Dv=64, causal=True),
     "strides": Case(B=2, Sq=20, Sk=30, D=24, Dv=24, views=("packed", "transposed", "padded")),
 }
 

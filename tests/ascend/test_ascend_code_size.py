@@ -13,6 +13,7 @@ CACHE = 32 << 10  # bytes; by another of the vendor's documents it is half of th
 
 # At most so many bytes of the vector core's code: the first rows of the table of kernels are short because they lack what is rare.
 MOST = {
+    "forward_long_fp16": CACHE // 2,
     "forward_fp16": CACHE // 2,
     "backward_fp16": CACHE // 2,
     "forward_dropout_fp16": 3 * CACHE // 4,

@@ -149,6 +149,7 @@ def test_rows_of_the_table_agree_with_their_names() -> None:
         "Finish": "backward_finish",
     }
     kinds = {
+        "LongOptions": "_long",
         "PlainOptions": "",
         "DropoutOptions": "_dropout",
         "MaskOptions": "_mask",
@@ -175,15 +176,16 @@ def test_a_call_runs_the_smallest_kernel_that_has_its_options(tmp_path: Path) ->
         [COMPILER, "-std=c++17", "-O0", f"-I{ROOT}", f"-I{ROOT / 'csrc'}", *sources, "-o", program], check=True
     )
     lines = subprocess.run([program], check=True, capture_output=True, text=True).stdout.splitlines()
-    SOFTCAP, BIASES, MASK, DROPOUT = 1, 2, 4, 8
+    SOFTCAP, BIASES, MASK, DROPOUT, SHORT_STEPS = 1, 2, 4, 8, 16
     expected = []
     for letters in TYPES:
-        for options in range(16):
-            kind = {0: "", MASK: "_mask", DROPOUT: "_dropout"}.get(options & ~SOFTCAP, "_general")
+        for options in range(32):
+            kind = {0: "", MASK: "_mask", DROPOUT: "_dropout"}.get(options & ~SOFTCAP & ~SHORT_STEPS, "_general")
+            forward = "_long" if options == 0 and letters != "fp32" else kind
             backward = "_bias" if options & BIASES and not options & DROPOUT and letters != "fp32" else kind
             expected += [
                 f"check {options} flash_forward_check_{letters}",
-                f"forward {options} flash_forward{kind}_{letters}",
+                f"forward {options} flash_forward{forward}_{letters}",
                 f"prepare {options} flash_backward_prepare_{letters}",
                 f"backward {options} flash_backward{backward}_{letters}",
                 f"finish {options} flash_backward_finish_{letters}",

@@ -201,6 +201,27 @@ def test_one_instruction_less_where_the_scale_is_a_power_of_two() -> None:
     assert busy[64] < 0.95 * busy[63]
 
 
+@pytest.mark.parametrize(
+    ("S", "D", "options", "steps"),
+    [
+        (1024, 64, {}, 2),
+        (2048, 64, {}, 2),
+        (2048, 128, {}, 2),
+        (2048, 192, {}, 4),
+        (2048, 64, dict(dropout=0.1), 4),
+        (2048, 64, dict(score="softcap"), 4),
+        (2048, 64, dict(score="alibi"), 4),
+    ],
+)
+def test_long_rows_take_long_steps(S: int, D: int, options: dict[str, Any], steps: int) -> None:
+    """By what the time model counts: every score and weight is written once, and a product with V for each step of a row."""
+    library = ctypes.CDLL(str(bench_ascend.LIBRARY))
+    library.flashattn_ext_model.restype = ctypes.c_char_p
+    case = bench_ascend._case(S, D, **options)
+    written = bench_ascend.model(library, case)["workspace_bytes"]["written"]
+    assert written == case.Hq * S * (S * (4 + 2) + steps * D * 4)
+
+
 def test_packed_sequences_are_dealt_by_area() -> None:
     """By the time model, on 24 cores: dealt by their number, the tasks would leave the pipe that limits them idle for 36 %."""
     library = ctypes.CDLL(str(bench_ascend.LIBRARY))
