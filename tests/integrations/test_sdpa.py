@@ -97,6 +97,7 @@ def _bool_masks(device: str, Sq: int, Sk: int) -> dict[str, Tensor]:
         "documents": (documents[:, None] == documents)[None, None],
         "everything": torch.ones(1, 1, Sq, Sk, dtype=torch.bool),
         "nothing_for_some": (torch.arange(Sq) % 4 != 1)[:, None].expand(Sq, Sk),
+        "rows_in_two_runs": ((torch.arange(Sq) < 4) | (torch.arange(Sq) >= 20))[:, None].expand(Sq, Sk),
         "random": torch.rand(2, 4, Sq, Sk) < 0.5,
         "one_head": torch.rand(2, 1, Sq, Sk) < 0.5,
     }

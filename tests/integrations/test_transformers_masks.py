@@ -140,6 +140,15 @@ def test_mask_functions_beside_earlier_keys(name: str, as_tensor: bool) -> None:
         assert torch.equal(got, eagers(visible))
 
 
+def test_keys_behind_the_padding_mask_are_hidden() -> None:
+    """A static cache is longer than the mask of the tokenizer."""
+    seen = torch.ones(BATCH, 8, dtype=torch.bool)
+    seen[1, 2] = False
+    got = made(masks.causal_mask_function, 3, 12, 20, padding=seen)
+    visible = torch.nn.functional.pad(seen, (0, 4))[:, None].expand(BATCH, 3, 12)
+    assert torch.equal(dense(got, 3, 12), visible)
+
+
 @pytest.mark.parametrize("name", ["causal", "window", "packed", "blocks", "custom"])
 def test_mask_functions_that_are_traced(name: str) -> None:
     if name not in KNOWN:

@@ -21,6 +21,12 @@ def test_mask_bit_for_bit(device: str, seed: int, p: float) -> None:
     assert torch.equal(mask.cpu(), reference_keep_mask(2, 3, 20, 131, p, seed))
 
 
+def test_mask_of_many_keys_bit_for_bit(device: str) -> None:
+    """Beyond the 16 words of 64 keys that the mask of the test above has."""
+    mask = flashattn_ext.dropout_mask(1, 1, 2, 1300, 0.5, 9, device)
+    assert torch.equal(mask.cpu(), reference_keep_mask(1, 1, 2, 1300, 0.5, 9))
+
+
 def test_mask_of_no_dropout_keeps_all(device: str) -> None:
     assert flashattn_ext.dropout_mask(1, 2, 5, 70, 0.0, 1, device).all()
 
