@@ -29,6 +29,7 @@ CASES = {
     "grouped, other head dims": Case(B=2, Sq=37, Sk=600, Hq=4, Hk=2, D=129, Dv=61, causal=True),
     "window": Case(B=1, Sq=150, Sk=300, D=40, Dv=40, window_size=(70, 30)),
     "sink": Case(B=1, Sq=40, Sk=50, D=256, Dv=256, sink_dtype=torch.float32),
+    "sink of three entries": Case(B=3, Sq=9, Sk=20, D=32, Dv=32, sink_dtype=torch.float32),
     "smooth, no visible key": Case(B=1, Sq=150, Sk=10, D=64, Dv=64, causal=True, smooth_softmax=True),
     "dropout": Case(B=2, Sq=70, Sk=550, D=64, Dv=64, dropout_p=0.2, rng_seed=7),
     "dropout, one row": Case(B=1, Sq=1, Sk=1, D=64, Dv=64, dropout_p=0.5, rng_seed=7),

@@ -191,6 +191,19 @@ def test_nothing_to_check(sizes: tuple[int, int, int]) -> None:
     assert not out.any() and not any(gradient.any() for gradient in gradients)
 
 
+@pytest.mark.parametrize("of", ["q", "k", "v"])
+@pytest.mark.parametrize("row", [0, 31, 32, 63, 69])
+def test_in_one_row_of_a_chunk(row: int, of: str) -> None:
+    """The check looks at 32 rows at a time."""
+    mask = Mask(torch.tensor([0, 2**31 - 1] * 70).view(1, 1, 70, 2).int())
+    mask.intervals[0, 0, row] = 0  # no row sees the key
+    tensors = {name: torch.randn(1, 70, 1, 16).half() for name in "qkv"}
+    poisoned = {**tensors, of: tensors[of].index_fill(1, torch.tensor([row]), math.nan)}
+    got, expected = (flashattn_ext.forward(*each.values(), mask=mask) for each in (poisoned, tensors))
+    rows = torch.arange(70) != (row if of == "q" else -1)
+    assert_same_bits(got[:, rows], expected[:, rows])
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", ["intervals", "packed", "wide, one buffer of scores", "softcap, dropout"])
 def test_a_hidden_nan_never_reaches_the_cube(monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype) -> None:

@@ -18,6 +18,7 @@ CASES = {
     "varlen": Case(lengths_q=(130, 0, 7, 64), lengths_k=(200, 3, 7, 1), sink_dtype=torch.float32),
     "dropout+sink": Case(B=3, Sq=100, Sk=130, dropout_p=0.3, rng_seed=1, sink_dtype=torch.float32, use_lse=True),
     "one head": Case(B=1, Sq=300, Sk=500, Hq=1, Hk=1),
+    "a bias of all heads": Case(B=2, Sq=64, Sk=64, Hq=16, Hk=16, bias="bq"),
 }
 
 
