@@ -132,6 +132,14 @@ def test_nodes_of_a_tree_see_themselves_and_their_ancestors() -> None:
         assert torch.equal(Mask.tree(torch.tensor(parents)).dense(17)[0, 0], expected)
 
 
+@pytest.mark.parametrize("nodes", [1, 2, 3, 64, 100, 129])
+def test_a_tree_that_is_one_chain_is_causal(nodes: int) -> None:
+    """The search for the end of a subtree has to reach every depth."""
+    assert torch.equal(
+        Mask.tree(torch.arange(nodes) - 1).dense(nodes)[0, 0], torch.ones(nodes, nodes, dtype=torch.bool).tril()
+    )
+
+
 @pytest.mark.parametrize("parents", [[1, -1], [-1, 0, 0, 1], [-1, -1, 0], [-1, 2, 1], [-2, 0]])
 def test_a_tree_that_is_not_in_depth_first_order_is_rejected(parents: list[int]) -> None:
     with pytest.raises(ValueError, match="parents: expected nodes in depth-first order"):
