@@ -198,3 +198,12 @@ def test_packed_sequences_under_deterministic_algorithms(device: str) -> None:
         assert torch.equal(call(), expected)
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("key", [0, 40, 99])
+def test_a_logit_that_is_nan_is_not_forgotten(isa: str, key: int) -> None:
+    """A vector maximum takes the second of two numbers if either is NaN, so that a later key could hide it."""
+    q, k, v = (torch.ones(1, S, 1, 16) for S in (3, 100, 100))
+    k[0, key] = float("nan")
+    _, max_logits = flashattn_ext.forward(q, k, v, return_max_logits=True)
+    assert max_logits.isnan().all()
