@@ -243,6 +243,22 @@ def test_hessian_vector_products(attention: Attention, product: Any) -> None:
     torch.testing.assert_close(torch.vmap(lambda x, t: product(loss, x, t))(points, directions), expected)
 
 
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_vectors_become_entries_of_the_batch(product: Any) -> None:
+    """Without tensors of heads one call computes all products; the loss has a tangent of lse, too."""
+    q, directions = torch.randn(2, 5, 2, 4, dtype=torch.float64), torch.randn(3, 2, 5, 2, 4, dtype=torch.float64)
+
+    def loss(function: Any) -> Callable[[Tensor], Tensor]:
+        def of(q: Tensor) -> Tensor:
+            out, lse = function(q, q, q, return_lse=True)
+            return out.sin().sum() + lse.cos().sum()
+
+        return of
+
+    got = torch.vmap(lambda t: product(loss(flashattn_ext.forward), q, t))(directions)
+    torch.testing.assert_close(got, torch.stack([product(loss(attention_reference), q, t) for t in directions]))
+
+
 @each_way
 @pytest.mark.parametrize("product", PRODUCTS)
 def test_derivatives_of_mapped_calls(attention: Attention, product: Any) -> None:
