@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 CSRC = Path(__file__).resolve().parent
 TABLE = CSRC / "cuda" / "table" / "kernel_table.h"
+STAGES = CSRC / "cuda" / "table" / "stages.def"
 
 # The optimisation of the CPU kernels. With GCC -O3 compiles for a fifth longer, and the kernels are no faster: a loop that has
 # to be unrolled says so. Loops over a number of elements that is not known still become vectors, also before GCC 12, where -O2
@@ -51,40 +52,6 @@ NVCC_FLAGS = ["-std=c++17", "-O3"]
 
 CUDA_NAMES = {"fp16": "__half", "bf16": "__nv_bfloat16", "fp32": "float", "fp8": "flashattn_ext::Float8"}
 TYPES = {"k16Bit": ("fp16", "bf16"), "kFp16": ("fp16",), "kBf16": ("bf16",), "kFp32": ("fp32",), "kE4m3": ("fp8",)}
-# The arrays of the table: architecture and stage, as in the names of sources.
-ARRAYS = {
-    "kSm80Forward": ("sm80", "forward"),
-    "kSm80Backward": ("sm80", "backward"),
-    "kSm80Jvp": ("sm80", "jvp"),
-    "kSm80Second": ("sm80", "second"),
-    "kSm90Forward": ("sm90", "forward"),
-    "kSm90Invariant": ("sm90", "invariant"),
-    "kSm90Packed": ("sm90", "packed"),
-    "kSm90Backward": ("sm90", "backward"),
-    "kSm90Heads": ("sm90", "heads"),
-    "kSm90Resident": ("sm90", "resident"),
-    "kSm90Jvp": ("sm90", "jvp"),
-    "kSm90Second": ("sm90", "second"),
-    "kDecode": ("decode", "split"),
-    "kFewRowsBackward": ("decode", "backward"),
-}
-# The folders of csrc/cuda with the kernels of a stage: forward.cuh, say.
-FOLDERS = {
-    ("sm80", "forward"): "sm80/forward",
-    ("sm80", "backward"): "sm80/backward",
-    ("sm80", "jvp"): "sm80/derivatives",
-    ("sm80", "second"): "sm80/derivatives",
-    ("sm90", "forward"): "sm90/forward",
-    ("sm90", "invariant"): "sm90/invariant",
-    ("sm90", "packed"): "sm90/few_rows",
-    ("sm90", "backward"): "sm90/backward",
-    ("sm90", "heads"): "sm90/backward_short",
-    ("sm90", "resident"): "sm90/few_rows",
-    ("sm90", "jvp"): "sm90/derivatives",
-    ("sm90", "second"): "sm90/derivatives",
-    ("decode", "split"): "decode/split",
-    ("decode", "backward"): "decode/few_rows",
-}
 # Rows share a source with the rows whose options have the same suffix.
 SUFFIXES = {
     "kPlain": "",
@@ -97,64 +64,54 @@ SUFFIXES = {
     "kFp8Scores": "_fp8",
     "kFp8General": "_fp8",
 }
-# The functions that a row instantiates. {}: its template arguments.
-FUNCTIONS = {
-    "forward": ["void flashattn_ext::{0}::forward<{1}>(const flashattn_ext::AttnParams&)"],
-    "invariant": [
-        "void flashattn_ext::{0}::invariant<{1}>(const flashattn_ext::AttnParams&)",
-        "size_t flashattn_ext::{0}::invariant_bytes<{1}>(const flashattn_ext::AttnParams&)",
-        "flashattn_ext::ChunkKernel flashattn_ext::{0}::invariant_chunks<{1}>()",
-    ],
-    "packed": [
-        "void flashattn_ext::{0}::packed<{1}>(const flashattn_ext::DecodeParams&, const flashattn_ext::decode::Plan&)",
-    ],
-    "backward": [
-        "size_t flashattn_ext::{0}::backward_bytes<{1}>(const flashattn_ext::AttnGradParams&)",
-        "void flashattn_ext::{0}::backward<{1}>(const flashattn_ext::AttnGradParams&)",
-    ],
-    "heads": [
-        "bool flashattn_ext::{0}::serves_heads<{1}>(const flashattn_ext::AttnGradParams&)",
-        "size_t flashattn_ext::{0}::heads_bytes<{1}>(const flashattn_ext::AttnGradParams&)",
-        "void flashattn_ext::{0}::heads<{1}>(const flashattn_ext::AttnGradParams&)",
-    ],
-    "resident": [
-        "void flashattn_ext::{0}::resident<{1}>(const flashattn_ext::AttnGradParams&, const flashattn_ext::BackwardWorkspace&, "
-        "const flashattn_ext::decode::BackwardPlan&)",
-    ],
-    "jvp": ["void flashattn_ext::{0}::jvp<{1}>(const flashattn_ext::JvpParams&)"],
-    "second": [
-        "size_t flashattn_ext::{0}::second_bytes<{1}>(const flashattn_ext::SecondParams&)",
-        "void flashattn_ext::{0}::second<{1}>(const flashattn_ext::SecondParams&)",
-    ],
-    "decode split": [
-        "flashattn_ext::decode::TileSizes flashattn_ext::decode::tile_sizes<{1}>()",
-        "void flashattn_ext::decode::split<{1}>(const flashattn_ext::DecodeParams&, const flashattn_ext::decode::Plan&, int, int, bool)",
-    ],
-    "decode backward": [
-        "int flashattn_ext::decode::backward_shared_bytes<{1}>()",
-        "void flashattn_ext::decode::backward<{1}>(const flashattn_ext::AttnGradParams&, "
-        "const flashattn_ext::BackwardWorkspace&, const flashattn_ext::decode::BackwardPlan&)",
-    ],
-}
-
+# The includes of the functions that a private build leaves out.
 LEFT_OUT = """#include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 #include <stdexcept>
 
-#include "cuda/decode/few_rows/backward_plan.h"
-#include "cuda/decode/split/kernels.h"
-#include "cuda/sm80/kernels.h"
-#include "cuda/{}/kernels.h"
+#include "cuda/table/stages.h"
 
 """
+
+
+class Stage(NamedTuple):
+    """A stage of csrc/cuda/table/stages.def."""
+
+    architecture: str  # sm80 or sm90; decode for both
+    name: str  # forward, backward, jvp, second or split, say
+    header: str  # path from csrc
+    functions: tuple[str, ...]  # that a row instantiates. {}: its template arguments
+
+
+@functools.cache
+def stages() -> dict[str, Stage]:
+    """The stages, by the names of their arrays in the table. A line that is neither a part of a stage nor a comment is an error."""
+    text = re.sub(r"//.*|^#undef .*", "", STAGES.read_text(), flags=re.M)
+    found = {}
+    one = r'\s*STAGE\((\w+), (\w+), (\w+), "([^"]+)",((?:\s*\w+_ENTRY\((?:[^()]|\([^()]*\))*\))+)\)\s*'
+    while stage := re.match(one, text):
+        text = text[stage.end() :]
+        architecture, array, name, header, entries = stage.groups()
+        functions = tuple(
+            f"{result} flashattn_ext::{architecture}::{function}<{{}}>({_qualified(parameters)})"
+            for result, function, parameters in re.findall(r"_ENTRY\(([^,]+), (\w+), \((.*?)\)\)", entries)
+        )
+        found[array] = Stage(architecture, name, f"cuda/{header}", functions)
+    if text.strip():
+        raise ValueError(f"{STAGES.name}: not a stage: {text.split()[0]}")
+    return found
+
+
+def _qualified(parameters: str) -> str:
+    """Parameter types as they are called outside of the namespace."""
+    return re.sub(r"(?<![\w:])((?:\w+::)?[A-Z])", r"flashattn_ext::\1", parameters)
 
 
 class Row(NamedTuple):
     """A row of the table of kernels: see csrc/cuda/table/rows.h."""
 
-    architecture: str  # sm80 or sm90; decode for both
-    stage: str  # forward, backward, jvp, second or split
+    array: str  # of the table; stages() says of which stage
     dtypes: tuple[str, ...]
     head_dim: int
     head_dim_v: int
@@ -164,6 +121,14 @@ class Row(NamedTuple):
     tiles: tuple[tuple[str, ...], ...]  # sizes as in the table; the build has the first tile
     note: str  # the figures that chose the tile, or what decided otherwise
     group: str  # the same for rows that share it
+
+    @property
+    def architecture(self) -> str:
+        return stages()[self.array].architecture
+
+    @property
+    def stage(self) -> str:
+        return stages()[self.array].name
 
     @property
     def competing(self) -> tuple[tuple[str, ...], ...]:
@@ -195,8 +160,7 @@ class Row(NamedTuple):
             arguments.append(f"flashattn_ext::{self.options}")
         if self.architecture == "sm90":
             arguments.append(str(self.head_dim_v))
-        key = f"decode {self.stage}" if self.architecture == "decode" else self.stage
-        return [function.format(self.architecture, ", ".join(arguments)) for function in FUNCTIONS[key]]
+        return [function.format(", ".join(arguments)) for function in stages()[self.array].functions]
 
     def mangled(self, dtype: str) -> re.Pattern[str]:
         """Finds the template arguments of this row in the mangled name of a kernel."""
@@ -251,7 +215,7 @@ def _cells(text: str) -> list[str]:
 
 
 def _row(array: str, cells: Sequence[str], note: str, group: str) -> Row:
-    architecture, stage = ARRAYS[array]
+    architecture, stage = stages()[array][:2]
     dims = _cells(cells[1].strip("{}"))
     if architecture == "decode":
         options, gpus, (spill, tile) = "", "kEveryGpu", cells[-2:] if stage == "split" else (cells[3], cells[2])
@@ -260,8 +224,7 @@ def _row(array: str, cells: Sequence[str], note: str, group: str) -> Row:
         options, gpus, spill, all_tiles = cells[2:]
         tiles = tuple(tuple(_cells(tile[1:-1])) for tile in _cells(all_tiles[1:-1]))
     return Row(
-        architecture,
-        stage,
+        array,
         TYPES[cells[0]],
         int(dims[0]),
         int(dims[-1]),
@@ -291,7 +254,7 @@ def cuda_instances(*, sm90: bool) -> dict[str, str]:
     # The first line makes a build compile a source again when its GPUs change.
     return {
         f"{name}.cu": f"// GPUs: {rows[0][0].gpus}\n"
-        + f'#include "cuda/{FOLDERS[rows[0][0].architecture, rows[0][0].stage]}/{rows[0][0].stage}.cuh"\n\n'
+        + f'#include "{stages()[rows[0][0].array].header}"\n\n'
         + "".join(f"template {function};\n" for row, dtype in rows for function in row.functions(dtype))
         for name, rows in rows_of_sources(sm90=sm90).items()
     }
@@ -364,8 +327,8 @@ def cuda_sources(
         left_out = [rows for name, rows in rows_of_sources(sm90=sm90).items() if name not in only]
         instances = {name: text for name, text in instances.items() if name.removesuffix(".cu") in only}
         refusal = 'throw std::runtime_error("not in this private build");'
-        instances["left_out.cu"] = LEFT_OUT.format("sm90" if sm90 else "sm80") + "".join(
-            f"template <> {function} {{ {'return false;' if function.startswith('bool ') else refusal} }}\n"
+        instances["left_out.cu"] = LEFT_OUT + "".join(
+            f"template <> {function} {{ {refusal} }}\n"
             for rows in left_out
             for row, dtype in rows
             for function in row.functions(dtype)

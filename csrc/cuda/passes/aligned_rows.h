@@ -6,9 +6,6 @@
 
 namespace flashattn_ext {
 
-// Whether rows of `columns` elements can be read in place.
-bool rows_are_aligned(const TensorView& t, int64_t columns, int64_t element_bytes);
-
 // The end of the memory that a [batch][heads][rows][columns] tensor occupies.
 const void* end_of(const TensorView& t, int64_t batch, int64_t heads, int64_t rows, int64_t columns,
                    int64_t element_bytes);

@@ -3,13 +3,10 @@
 
 #include <algorithm>
 
+#include "cuda/host/call.h"
 #include "cuda/host/device.h"
-#include "params.h"
 
 namespace flashattn_ext {
-
-// Tiles of `tile` rows; at least one, because a sequence may have more rows than the host knows.
-inline int64_t tile_count(int64_t rows, int64_t tile) { return std::max<int64_t>(1, (rows + tile - 1) / tile); }
 
 // Tiles are numbered section by section. A section is a set of heads (of all batch entries) whose data stay in the L2
 // cache together. In a section the first tiles of all heads come before the second ones. The last tiles of every head
@@ -108,12 +105,6 @@ inline TileOrder forward_order(const AttnParams& p, int64_t blocks, int64_t elem
   if (p.has_intervals()) at_least = std::max<int64_t>(at_least, 16);
   return {static_cast<int>(blocks), section_heads(p, heads, head_bytes, at_least),
           last_tiles(p, blocks, heads, quarters)};
-}
-
-// Bytes of q, dout and dq, which is summed in fp32, of the query heads of a KV head.
-inline int64_t group_bytes(const AttnGradParams& p, int64_t element_bytes) {
-  const int64_t row_bytes = p.head_dim * (element_bytes + 4) + p.head_dim_v * element_bytes;
-  return p.seqlen_q * row_bytes * p.group_size();
 }
 
 // The order of a backward call, whose queries, output gradients and sums of dq are to stay in the cache. at_once: how

@@ -2,11 +2,12 @@
 // which kernels exist reads this file:
 //   - csrc/sources.py: the sources that a build compiles, the architectures of each, the registers that each may spill,
 //     and the page docs/cuda_kernels.md;
-//   - cuda/dispatch.cuh and cuda/decode/: a call runs the first row that serves it (serves() in rows.h), and supports()
-//     refuses a call that no row serves;
+//   - cuda/choose.h: a call runs the first row that serves it (serves() in rows.h), unless a threshold there prefers
+//     another stage, and supports() refuses a call that no row serves;
 //   - the kernels: their tile;
 //   - `flashattn-ext bench tune`: the tiles of a row that compete, of which the build has the first.
-// To add a kernel, add a row; to remove one, delete its row. rows.h explains the columns, tiles.h the sizes of a tile.
+// To add a kernel, add a row; to remove one, delete its row. rows.h explains the columns, tiles.h the sizes of a tile,
+// stages.def what an array is.
 // sources.py reads one row in each line, and a note behind it or above it. A note that ends in a colon is that of all
 // rows below it that have none of their own.
 //
@@ -293,7 +294,7 @@ inline constexpr KernelRow<sm90::BackwardTile> kSm90Backward[] = {
     {k16Bit, 192,        kPlain,     kHopper, kMaySpill, {{64, 64, 2, 1}, {64, 64, 3, 1}, {64, 64, 2, 2}}},
     // in pairs: 585 / 583 (S = 16384); 64 x 64: 525 / 522
     {k16Bit, 256,        kPlain,     kHopper, kMaySpill, {{128, 64, 2, 1, kPairs}, {64, 64, 2, 1}, {64, 64, 1, 2}}},
-    // grouped heads for which adds_over_groups() in sm90/dispatch.cu holds; the tiles of the plain rows:
+    // grouped heads for which adds_over_groups() in choose.h holds; the tiles of the plain rows:
     {k16Bit, 64,         kGroups,    kHopper, 0,         {{128, 128, 2, 2}}},
     {k16Bit, 80,         kGroups,    kHopper, 0,         {{128, 64, 3, 1, kApartOnce}}},
     {k16Bit, 96,         kGroups,    kHopper, 0,         {{128, 64, 3, 1, kApartOnce}}},

@@ -331,14 +331,11 @@ __global__ void __launch_bounds__(kBackwardWarps * 32, 1)
 }
 
 template <class T, int kHeadDim, int kRowTiles>
-int backward_shared_bytes() {
-  return static_cast<int>(sizeof(typename FewRowsBackward<T, kHeadDim, kRowTiles>::Shared));
-}
-
-template <class T, int kHeadDim, int kRowTiles>
 void backward(const AttnGradParams& p, const BackwardWorkspace& workspace, const BackwardPlan& plan) {
+  constexpr int kSharedBytes = static_cast<int>(sizeof(typename FewRowsBackward<T, kHeadDim, kRowTiles>::Shared));
+  static_assert(kSharedBytes == shared_bytes_of({kTypeOf<T>, kHeadDim, kRowTiles, 0}));
   launch(few_rows_backward_kernel<T, kHeadDim, kRowTiles>, "few_rows_backward", p, p.batch * p.heads_k * plan.parts,
-         kBackwardWarps * 32, backward_shared_bytes<T, kHeadDim, kRowTiles>(), workspace, plan);
+         kBackwardWarps * 32, kSharedBytes, workspace, plan);
 }
 
 }  // namespace flashattn_ext::decode

@@ -23,7 +23,9 @@ namespace flashattn_ext::decode {
 // Key: the type of keys and values. T: the type of q, and the element of tiles in shared memory.
 template <class Key, int kHeadDim, int kTileRows>
 struct Split {
-  static constexpr Tile kTile = tile_of<Key, kHeadDim, kTileRows>();
+  static constexpr DecodeRow kTableRow = row_of_tile<Key, kHeadDim, kTileRows>();
+  static constexpr Tile kTile = kTableRow.tile;
+  static constexpr TileSizes kSizes = sizes_of(kTypeOf<Key>, kTableRow);
   static constexpr int kRowTiles = kTile.row_tiles, kRows = kTile.rows();  // kRows: of a KV head
   // A tile of two KV heads has the rows of the first one in the upper halves of the MMA tiles. Both products multiply
   // all rows with the keys and values of each head, and what is of the other head is not used.
@@ -50,15 +52,11 @@ struct Split {
   static constexpr int kChunks = kWarpColumns / kChunkColumns, kChunkTiles = kChunkColumns / 8;
   // The query fragments stay in registers for the whole part, if a warp has one row tile of 16-bit elements.
   static constexpr bool kKeepsQueries = kHasRegisters;
-  static constexpr int kSumStride = kHeadDim + 8;  // in floats; the padding avoids bank conflicts between rows
+  static constexpr int kSumStride = kHeadDim + kSumPadding;  // in floats
   static_assert(kUnitKeys % kKeys == 0);
-  // The epilogue stores a team's accumulators over its ring. With three stages it starts at the last stage, while the
-  // other stages already receive the first keys of the next part.
-  static constexpr int kSumElements = kAllRows * kSumStride * static_cast<int>(sizeof(float) / sizeof(T));
-  static constexpr bool kAhead = kStages > 2 && (Format::kAlwaysAhead || 4 * kSumElements <= 5 * kStageElements);
-  static constexpr int kSumsBegin = kAhead ? (kStages - 1) * kStageElements : 0;
-  static constexpr int kSumsEnd = kSumsBegin + kSumElements;
-  static constexpr int kTeamElements = kStages * kStageElements > kSumsEnd ? kStages * kStageElements : kSumsEnd;
+  static constexpr bool kAhead = kSizes.ahead;
+  static constexpr int kSumsBegin = kSizes.sums_begin, kTeamElements = kSizes.team_elements;
+  static_assert(kTeamElements >= kStages * kStageElements);
 
   // A warp copies runs of adjacent keys. A run never crosses pages, whose sizes are multiples of 16 keys.
   static constexpr int kWarpKeys = kKeys / kTeamWarps, kRunKeys = kWarpKeys < 16 ? kWarpKeys : 16;
@@ -75,10 +73,9 @@ struct Split {
   static_assert((kPeriodKeys & (kPeriodKeys - 1)) == 0);
 
   // Shared memory: the query tile (double-buffered if kAhead), the row maxima and sums of each team, the rings.
-  static constexpr int kQueryElements = kAllRows * kQueryStride;
-  static constexpr int kQueryBytes = (kAhead ? 2 : 1) * kQueryElements * static_cast<int>(sizeof(T));
-  static constexpr int kTeamBytes =
-      kAllRows * static_cast<int>(sizeof(RowSum)) + kTeamElements * static_cast<int>(sizeof(T));
+  static constexpr int kQueryElements = kAllRows * kQueryStride, kQueryBytes = kSizes.query_bytes;
+  static_assert(kQueryBytes == (kAhead ? 2 : 1) * kQueryElements * static_cast<int>(sizeof(T)));
+  static_assert(sizeof(RowSum) == kRowSumBytes);
 
   struct Runs {
     const Key *k[kLaneRuns], *v[kLaneRuns];
@@ -758,12 +755,6 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1)
   if (!plan.knows_lengths) Kernel::begin_memory_accesses();
   Kernel split(p, plan, score, aligned, shared);
   plan.splits > 0 ? split.run_fixed() : split.run_share();
-}
-
-template <class Key, int kHeadDim, int kTileRows>
-TileSizes tile_sizes() {
-  using Kernel = Split<Key, kHeadDim, kTileRows>;
-  return {Kernel::kRows, Kernel::kHeads, Kernel::kTeamWarps, Kernel::kQueryBytes, Kernel::kTeamBytes};
 }
 
 template <class Key, int kHeadDim, int kTileRows>

@@ -15,7 +15,6 @@
 #include "cuda/sm90/backward/backward_step.cuh"
 #include "cuda/sm90/backward/dq_adder.cuh"
 #include "cuda/sm90/backward_wide/backward_wide.cuh"
-#include "cuda/sm90/kernels.h"
 
 namespace flashattn_ext::sm90 {
 

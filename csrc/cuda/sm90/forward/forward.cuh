@@ -21,7 +21,6 @@
 #include "cuda/sm90/forward/forward_policies.cuh"
 #include "cuda/sm90/forward_large/forward_large.cuh"
 #include "cuda/sm90/fp8/value_transposer.cuh"
-#include "cuda/sm90/kernels.h"
 #include "cuda/sm90/shared/forward_consumer.cuh"
 #include "cuda/sm90/shared/forward_work.cuh"
 #include "cuda/sm90/shared/named_barriers.h"
@@ -500,15 +499,14 @@ void forward_to_256(const AttnParams& p) {
 }
 
 template <class T, int kHeadDim, Options kOptions, int kHeadDimV>
-void forward(const AttnParams& p) {
+void forward(const AttnParams& p, bool transposes) {
   if constexpr (kHeadDim > 256) {
     forward_large<T, kHeadDim, kOptions>(p);
   } else {
     using TileOfRow = TileOf<kernel_table::kSm90Forward, T, kHeadDim, kOptions, kHeadDimV>;
     using Policies = ForwardPolicies<kOptions>;
-    constexpr bool kHasIntervals = includes(kOptions, kIntervals);
-    if constexpr (kIsFloat8<T> && can_transpose(kHasIntervals, kHeadDimV)) {
-      if (transposes_itself<kHasIntervals, kHeadDimV>(p)) {
+    if constexpr (kIsFloat8<T> && can_transpose(includes(kOptions, kIntervals), kHeadDimV)) {
+      if (transposes) {
         return forward_to_256<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Policies, NoChunks, true>>(p);
       }
     }

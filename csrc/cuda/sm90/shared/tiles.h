@@ -1,6 +1,10 @@
-// What the tiles of the sm_90 kernels (cuda/table/kernel_table.h) share: warpgroups, register budgets, shared memory.
+// What the tiles of the sm_90 kernels (cuda/table/kernel_table.h) share: warpgroups, register budgets, shared memory,
+// workspace.
 #pragma once
 
+#include <cstddef>
+
+#include "cuda/host/call.h"
 #include "cuda/table/kernel_table.h"
 
 namespace flashattn_ext::sm90 {
@@ -45,5 +49,19 @@ constexpr WideRegisterBudget wide_register_budget(int head_dim, bool in_pairs) {
 constexpr WideRegisterBudget kApartRegisters = wide_register_budget(128, false);
 
 constexpr int kSharedLimit = 227 * 1024;
+
+constexpr size_t kForwardBytes = 64;  // workspace of the forward and of forward mode: TileGrid::taken
+
+// Sums of dq of half a query tile, in vectors of four floats.
+constexpr int kHalfVectors = 8 * kGroupThreads;
+// All those of a call of many short sequences (heads.cuh) in which `blocks` thread blocks have one KV head each. With
+// one key tile there are none.
+inline int64_t head_sum_vectors(const AttnGradParams& p, const BackwardTile& tile, int64_t blocks) {
+  return p.seqlen_k > tile.keys ? blocks * p.group_size() * tile_count(p.seqlen_q, tile.queries) * 2 * kHalfVectors : 0;
+}
+// Thread blocks of such a call, which are resident together: each takes every so many heads.
+inline int64_t head_blocks(const AttnGradParams& p, int64_t multiprocessors) {
+  return std::min<int64_t>(p.batch * p.heads_k, multiprocessors);
+}
 
 }  // namespace flashattn_ext::sm90
