@@ -21,11 +21,12 @@ import re
 import sys
 from collections.abc import Container, Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 CSRC = Path(__file__).resolve().parent
-TABLE = CSRC / "cuda" / "table" / "kernel_table.h"
-STAGES = CSRC / "cuda" / "table" / "stages.def"
+if str(CSRC) not in sys.path:
+    sys.path.insert(0, str(CSRC))  # `python -I` does not
+
+from kernel_table import SUFFIXES, Row, table  # noqa: E402
 
 # The optimisation of the CPU kernels. With GCC -O3 compiles for a fifth longer, and the kernels are no faster: a loop that has
 # to be unrolled says so. Loops over a number of elements that is not known still become vectors, also before GCC 12, where -O2
@@ -50,20 +51,6 @@ CXX_FLAGS = [
 ]
 NVCC_FLAGS = ["-std=c++17", "-O3"]
 
-CUDA_NAMES = {"fp16": "__half", "bf16": "__nv_bfloat16", "fp32": "float", "fp8": "flashattn_ext::Float8"}
-TYPES = {"k16Bit": ("fp16", "bf16"), "kFp16": ("fp16",), "kBf16": ("bf16",), "kFp32": ("fp32",), "kE4m3": ("fp8",)}
-# Rows share a source with the rows whose options have the same suffix.
-SUFFIXES = {
-    "kPlain": "",
-    "kGroups": "",
-    "kDropout": "",
-    "kIntervals": "_masks",
-    "kGeneral": "_general",
-    "kScores": "_scores",
-    "kBias": "_bias",
-    "kFp8Scores": "_fp8",
-    "kFp8General": "_fp8",
-}
 # The includes of the functions that a private build leaves out.
 LEFT_OUT = """#include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -73,168 +60,6 @@ LEFT_OUT = """#include <cuda_bf16.h>
 #include "cuda/table/stages.h"
 
 """
-
-
-class Stage(NamedTuple):
-    """A stage of csrc/cuda/table/stages.def."""
-
-    architecture: str  # sm80 or sm90; decode for both
-    name: str  # forward, backward, jvp, second or split, say
-    header: str  # path from csrc
-    functions: tuple[str, ...]  # that a row instantiates. {}: its template arguments
-
-
-@functools.cache
-def stages() -> dict[str, Stage]:
-    """The stages, by the names of their arrays in the table. A line that is neither a part of a stage nor a comment is an error."""
-    text = re.sub(r"//.*|^#undef .*", "", STAGES.read_text(), flags=re.M)
-    found = {}
-    one = r'\s*STAGE\((\w+), (\w+), (\w+), "([^"]+)",((?:\s*\w+_ENTRY\((?:[^()]|\([^()]*\))*\))+)\)\s*'
-    while stage := re.match(one, text):
-        text = text[stage.end() :]
-        architecture, array, name, header, entries = stage.groups()
-        functions = tuple(
-            f"{result} flashattn_ext::{architecture}::{function}<{{}}>({_qualified(parameters)})"
-            for result, function, parameters in re.findall(r"_ENTRY\(([^,]+), (\w+), \((.*?)\)\)", entries)
-        )
-        found[array] = Stage(architecture, name, f"cuda/{header}", functions)
-    if text.strip():
-        raise ValueError(f"{STAGES.name}: not a stage: {text.split()[0]}")
-    return found
-
-
-def _qualified(parameters: str) -> str:
-    """Parameter types as they are called outside of the namespace."""
-    return re.sub(r"(?<![\w:])((?:\w+::)?[A-Z])", r"flashattn_ext::\1", parameters)
-
-
-class Row(NamedTuple):
-    """A row of the table of kernels: see csrc/cuda/table/rows.h."""
-
-    array: str  # of the table; stages() says of which stage
-    dtypes: tuple[str, ...]
-    head_dim: int
-    head_dim_v: int
-    options: str  # kPlain, say; empty in the rows of decode
-    gpus: str
-    spill: int | None  # bytes that ptxas may spill; None: any number
-    tiles: tuple[tuple[str, ...], ...]  # sizes as in the table; the build has the first tile
-    note: str  # the figures that chose the tile, or what decided otherwise
-    group: str  # the same for rows that share it
-
-    @property
-    def architecture(self) -> str:
-        return stages()[self.array].architecture
-
-    @property
-    def stage(self) -> str:
-        return stages()[self.array].name
-
-    @property
-    def competing(self) -> tuple[tuple[str, ...], ...]:
-        """The tiles among which speed decided. The shared memory of the GPU chooses among those of the backward of sm_80, of its second derivatives
-        and of its forward with warps along the columns.
-        """
-        by_memory = self.architecture == "sm80" and (self.stage in ("backward", "second") or len(self.tiles[0]) == 6)
-        return self.tiles[:1] if by_memory else self.tiles
-
-    @property
-    def packed_rows(self) -> int:
-        """The packed rows of a tile of decode, of one KV head."""
-        sizes = [int(size) for size in self.tiles[0]]
-        heads = sizes[5] if len(sizes) > 5 else 1
-        return 16 * sizes[0] * (sizes[1] if self.stage == "split" else 1) // heads
-
-    def source(self, dtype: str) -> str:
-        """The name of the source, such as sm90_forward_bf16_128: stages, types, classes and groups of options have their own."""
-        dims = f"{self.head_dim}" if self.head_dim == self.head_dim_v else f"{self.head_dim}x{self.head_dim_v}"
-        return f"{self.architecture}_{self.stage}_{dtype}_{dims}{SUFFIXES.get(self.options, '')}"
-
-    def functions(self, dtype: str) -> list[str]:
-        arguments = [CUDA_NAMES[dtype], str(self.head_dim)]
-        if self.stage == "split":
-            arguments.append(str(self.packed_rows))
-        elif self.architecture == "decode":
-            arguments.append(self.tiles[0][0])
-        else:
-            arguments.append(f"flashattn_ext::{self.options}")
-        if self.architecture == "sm90":
-            arguments.append(str(self.head_dim_v))
-        return [function.format(", ".join(arguments)) for function in stages()[self.array].functions]
-
-    def mangled(self, dtype: str) -> re.Pattern[str]:
-        """Finds the template arguments of this row in the mangled name of a kernel."""
-        mangled_type = {"fp16": "6__half", "bf16": "13__nv_bfloat16", "fp32": "f", "fp8": "NS_6Float8E"}[dtype]
-        if self.architecture == "decode":
-            last = f"Li{self.packed_rows if self.stage == 'split' else self.tiles[0][0]}E"
-        else:
-            last = f".*OptionsE{option_bits()[self.options]}E"
-        values = rf"Li{self.head_dim_v}E" if self.architecture == "sm90" else ""
-        return re.compile(rf"I{mangled_type}Li{self.head_dim}E{last}{values}")
-
-
-def option_bits() -> dict[str, int]:
-    """The sets of options that rows name, as numbers."""
-    text = (CSRC / "cuda" / "table" / "options.h").read_text()
-    return {name: int(bits) for name, bits in re.findall(r"^  (k\w+) = (\d+),", text, re.M)}
-
-
-@functools.cache
-def table() -> tuple[Row, ...]:
-    """The rows of kernel_table.h, which has one row in a line. A line that is neither a row nor a comment is an error."""
-    rows, array, above, group = [], None, "", ""
-    for line in TABLE.read_text().splitlines():
-        if begins := re.match(r"inline constexpr \w+(?:<[\w:]+>)? (\w+)\[\] = \{$", line):
-            array, group = begins[1], ""
-        elif line == "};":
-            array = None
-        elif array is None:
-            continue
-        elif comment := re.match(r"    // (.*)$", line):
-            above = f"{above} {comment[1]}".lstrip()
-            if above.endswith(":"):
-                group, above = above[:-1], ""
-        elif row := re.match(r"    \{(.*)\},(?:  // (.*))?$", line):
-            rows.append(_row(array, _cells(row[1]), row[2] or above, group))
-            above = ""
-        else:
-            raise ValueError(f"{TABLE.name}: not a row of {array}: {line.strip()}")
-    return tuple(rows)
-
-
-def _cells(text: str) -> list[str]:
-    """The parts between the commas that no brace encloses."""
-    cells, depth = [""], 0
-    for character in text:
-        depth += (character == "{") - (character == "}")
-        if character == "," and depth == 0:
-            cells.append("")
-        else:
-            cells[-1] += character
-    return [cell.strip() for cell in cells]
-
-
-def _row(array: str, cells: Sequence[str], note: str, group: str) -> Row:
-    architecture, stage = stages()[array][:2]
-    dims = _cells(cells[1].strip("{}"))
-    if architecture == "decode":
-        options, gpus, (spill, tile) = "", "kEveryGpu", cells[-2:] if stage == "split" else (cells[3], cells[2])
-        tiles = (tuple(_cells(tile.strip("{}"))),)
-    else:
-        options, gpus, spill, all_tiles = cells[2:]
-        tiles = tuple(tuple(_cells(tile[1:-1])) for tile in _cells(all_tiles[1:-1]))
-    return Row(
-        array,
-        TYPES[cells[0]],
-        int(dims[0]),
-        int(dims[-1]),
-        options,
-        gpus,
-        None if spill == "kMaySpill" else int(spill),
-        tiles,
-        note,
-        group,
-    )
 
 
 # Sources
@@ -254,7 +79,7 @@ def cuda_instances(*, sm90: bool) -> dict[str, str]:
     # The first line makes a build compile a source again when its GPUs change.
     return {
         f"{name}.cu": f"// GPUs: {rows[0][0].gpus}\n"
-        + f'#include "{stages()[rows[0][0].array].header}"\n\n'
+        + f'#include "{rows[0][0].header}"\n\n'
         + "".join(f"template {function};\n" for row, dtype in rows for function in row.functions(dtype))
         for name, rows in rows_of_sources(sm90=sm90).items()
     }
@@ -296,7 +121,7 @@ def joined(instances: dict[str, str], most: int = 6) -> dict[str, str]:
     for name in (name.removesuffix(".cu") for name in instances):
         row = rows[name][0][0]
         limit = most_spilled(row.spill for row, _ in rows[name])
-        groups.setdefault((row.architecture, row.stage, limit, name in sources_with_host_code()), []).append(name)
+        groups.setdefault((row.header, limit, name in sources_with_host_code()), []).append(name)
     texts = {}
     for names in groups.values():
         for part in (names[first : first + most] for first in range(0, len(names), most)):

@@ -88,12 +88,12 @@ inline KernelCall sm80_forward_call(KernelCall call) {
 
 // How decoding runs a row of kSm90Invariant; `run` is not set.
 inline ChunkKernel chunk_tile(const TableRow& row) {
-  const sm90::ForwardTile tile = compiled_tile(at<Stage::kSm90Invariant>(row).tiles);
+  const sm90::ForwardTile tile = compiled_tile(table_row<Stage::kSm90Invariant>(row).tiles);
   return {nullptr, tile.queries(), tiles_of_chunk(tile.keys) * tile.keys, tile.keys};
 }
 // A row of kSm90Packed; `run` is not set.
 inline decode::PackedKernel packed_tile(const TableRow& row) {
-  const auto& kernel = at<Stage::kSm90Packed>(row);
+  const auto& kernel = table_row<Stage::kSm90Packed>(row);
   const sm90::ForwardTile tile = compiled_tile(kernel.tiles);
   return {nullptr, tile.queries(), tile.keys, kernel.head_dims.qk};
 }
@@ -102,8 +102,8 @@ inline decode::PackedKernel packed_tile(const TableRow& row) {
 inline int least_shared(const TableRow& row) {
   const int bytes = row.type == kFp32 ? 4 : 2;
   const int least =
-      row.stage == Stage::kSm80Forward ? sm80::least_shared(bytes, at<Stage::kSm80Forward>(row).head_dims.qk)
-      : row.stage == Stage::kSm80Jvp   ? sm80::derivative_shared(bytes, at<Stage::kSm80Jvp>(row).head_dims.qk)
+      row.stage == Stage::kSm80Forward ? sm80::least_shared(bytes, table_row<Stage::kSm80Forward>(row).head_dims.qk)
+      : row.stage == Stage::kSm80Jvp   ? sm80::derivative_shared(bytes, table_row<Stage::kSm80Jvp>(row).head_dims.qk)
                                        : 0;
   return least > sm80::kSmallShared ? least : 0;
 }
@@ -363,10 +363,11 @@ class Chooser {
 
   // With few keys a kernel that transposes values itself is faster than one before it.
   static bool transposes_itself(const AttnParams& p, const TableRow& row) {
-    constexpr int64_t kFewKeys = 2048;
+    constexpr int64_t kMostTransposedKeys = 2048;
     if (row.stage != Stage::kSm90Forward || row.type != kE4m3) return false;
-    const auto& kernel = at<Stage::kSm90Forward>(row);
-    return sm90::can_transpose(includes(kernel.options, kIntervals), kernel.head_dims.v) && p.seqlen_k <= kFewKeys;
+    const auto& kernel = table_row<Stage::kSm90Forward>(row);
+    return sm90::can_transpose(includes(kernel.options, kIntervals), kernel.head_dims.v) &&
+           p.seqlen_k <= kMostTransposedKeys;
   }
 
   // --- backwards -----------------------------------------------------------------------------------------------------
@@ -385,7 +386,7 @@ class Chooser {
     const int64_t rows = p.seqlen_q * p.group_size();
     const bool aligned = rows_are_aligned(p.dk, p.head_dim, 2) && rows_are_aligned(p.dv, p.head_dim_v, 2);
     if (const TableRow own = hoppers<Stage::kSm90Resident>(call); own && rows > kNarrowRows && aligned) {
-      if (rows <= compiled_tile(at<Stage::kSm90Resident>(own).tiles).rows) return own;
+      if (rows <= compiled_tile(table_row<Stage::kSm90Resident>(own).tiles).rows) return own;
     }
     int i = -1;
     for (const FewRowsRow& row : kernel_table::kFewRowsBackward) {
@@ -413,7 +414,7 @@ class Chooser {
     const int64_t heads = p.batch * p.heads_k, at_once = gpu_.multiprocessors;
     const int64_t rounds = (heads + at_once - 1) / at_once;
     const int64_t most = mask.window_right == mask.kUnbounded ? kMostSums : kMostBoundedSums;
-    const sm90::BackwardTile tile = compiled_tile(at<Stage::kSm90Heads>(row).tiles);
+    const sm90::BackwardTile tile = compiled_tile(table_row<Stage::kSm90Heads>(row).tiles);
     return heads > 0 && 4 * heads >= 3 * rounds * at_once &&
            sm90::head_sum_vectors(p, tile, sm90::head_blocks(p, at_once)) * 16 <= most;
   }

@@ -79,7 +79,7 @@ struct EveryGpu {
   static ChunkKernel chunk_kernel(const TableRow&) { return {}; }
   static decode::PackedKernel packed_kernel(const TableRow&) { return {}; }
   static decode::FewRowsKernel few_rows_kernel(const TableRow& row) {
-    const FewRowsRow& kernel = at<Stage::kFewRowsBackward>(row);
+    const FewRowsRow& kernel = table_row<Stage::kFewRowsBackward>(row);
     return {kernel_of<Stage::kFewRowsBackward>(row).backward, kernel.head_dim, decode::shared_bytes_of(kernel)};
   }
   static void run_backward(const TableRow& row, const AttnGradParams& p) {
@@ -247,7 +247,7 @@ class Dispatch {
     decode::run(p, split_kernel(choice.row));
   }
   static decode::SplitKernel split_kernel(const TableRow& row) {
-    const DecodeRow& kernel = at<Stage::kDecode>(row);
+    const DecodeRow& kernel = table_row<Stage::kDecode>(row);
     return {kernel_of<Stage::kDecode>(row).split, decode::sizes_of(row.type, kernel), kernel.head_dim};
   }
 

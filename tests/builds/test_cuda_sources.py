@@ -15,6 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "csrc"))
 
+import kernel_table  # noqa: E402
 import sources  # noqa: E402
 
 ROWS = sources.table()
@@ -145,7 +146,7 @@ def test_python_reads_the_rows_that_the_compiler_reads() -> None:
         if row.architecture == "decode":
             about.append(row.packed_rows)
         else:
-            about += [row.head_dim_v, sources.option_bits()[row.options], gpus.index(row.gpus)]
+            about += [row.head_dim_v, kernel_table.option_bits()[row.options], gpus.index(row.gpus)]
         about.append(-1 if row.spill is None else row.spill)
         expected["row " + " ".join(map(str, about))] += 1
     assert set(expected.values()) == {1}, "two rows for one kernel"
@@ -156,7 +157,9 @@ def test_every_call_has_a_kernel_and_every_kernel_has_calls() -> None:
     runs = {line.removeprefix("run ") for line in compiled() if line.startswith("run ")}
     assert "" not in runs
     of_array = {
-        name: [row for row in ROWS if row.array == name] for name in sources.stages() if name[1:5] in ("Sm80", "Sm90")
+        name: [row for row in ROWS if row.array == name]
+        for name in kernel_table.stages()
+        if name[1:5] in ("Sm80", "Sm90")
     }
     assert runs == {f"{name} {i}" for name, rows in of_array.items() for i in range(len(rows))}
 
@@ -193,8 +196,8 @@ def test_a_note_that_ends_in_a_colon_is_for_the_rows_below(tmp_path: Path, monke
     lines += [f"{row(96)}  // 600 / 500", row(128), "    // another reason:", row(256), "};"]
     lines += [array.format("kSm90Heads"), row(64), "};"]
     (tmp_path / "kernel_table.h").write_text("\n".join(lines))
-    monkeypatch.setattr(sources, "TABLE", tmp_path / "kernel_table.h")
-    rows = sources.table.__wrapped__()
+    monkeypatch.setattr(kernel_table, "TABLE", tmp_path / "kernel_table.h")
+    rows = kernel_table.table.__wrapped__()
     assert [row.note for row in rows] == ["", "500 / 400", "600 / 500", "", "", ""]
     assert [row.group for row in rows] == [*["why, in two lines"] * 4, "another reason", ""]
     notes = ["- 80, plain: 500 / 400", "- 96, plain: 600 / 500", "- 64 to 128, plain: why, in two lines"]
@@ -213,11 +216,11 @@ def test_tiles_compete_unless_the_shared_memory_of_the_gpu_chooses() -> None:
 
 
 def test_a_line_that_is_not_a_row_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = sources.TABLE.read_text().replace("    {k16Bit, 96,  kPlain,", "    {k16Bit, 96,  kPlain,  # ", 1)
+    text = kernel_table.TABLE.read_text().replace("    {k16Bit, 96,  kPlain,", "    {k16Bit, 96,  kPlain,  # ", 1)
     (tmp_path / "kernel_table.h").write_text(text.replace("}},\n", "}}\n", 1))
-    monkeypatch.setattr(sources, "TABLE", tmp_path / "kernel_table.h")
+    monkeypatch.setattr(kernel_table, "TABLE", tmp_path / "kernel_table.h")
     with pytest.raises(ValueError, match="not a row of kSm80Forward"):
-        sources.table.__wrapped__()
+        kernel_table.table.__wrapped__()
 
 
 # Sources
@@ -231,8 +234,8 @@ def test_every_row_is_instantiated_once() -> None:
 
 
 def test_every_stage_has_rows_and_a_header_that_defines_its_functions() -> None:
-    assert {*sources.stages()} == {row.array for row in ROWS}
-    for stage in sources.stages().values():
+    assert {*kernel_table.stages()} == {row.array for row in ROWS}
+    for stage in kernel_table.stages().values():
         text = (ROOT / "csrc" / stage.header).read_text()
         for function in stage.functions:
             result, name = re.match(r"(\w+) flashattn_ext::\w+::(\w+)<", function).groups()
@@ -240,10 +243,12 @@ def test_every_stage_has_rows_and_a_header_that_defines_its_functions() -> None:
 
 
 def test_a_line_that_is_not_a_stage_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "stages.def").write_text(sources.STAGES.read_text().replace("STAGE(sm90, kSm90Jvp,", "STAGE(kSm90Jvp,"))
-    monkeypatch.setattr(sources, "STAGES", tmp_path / "stages.def")
+    (tmp_path / "stages.def").write_text(
+        kernel_table.STAGES.read_text().replace("STAGE(sm90, kSm90Jvp,", "STAGE(kSm90Jvp,")
+    )
+    monkeypatch.setattr(kernel_table, "STAGES", tmp_path / "stages.def")
     with pytest.raises(ValueError, match=r"not a stage: STAGE\(kSm90Jvp"):
-        sources.stages.__wrapped__()
+        kernel_table.stages.__wrapped__()
 
 
 def test_rows_of_a_source_are_for_the_same_gpus() -> None:
@@ -265,7 +270,7 @@ def test_dispatch_refers_to_every_kernel(tmp_path: Path) -> None:
     for function in re.findall(r"^template \S+ ([^(]*)\(", "".join(sources.cuda_instances(sm90=True).values()), re.M):
         spelled = re.sub(
             r"flashattn_ext::(k\w+)",
-            lambda found: f"(flashattn_ext::Options){sources.option_bits()[found[1]]}",
+            lambda found: f"(flashattn_ext::Options){kernel_table.option_bits()[found[1]]}",
             function,
         )
         defined.add(spelled)
@@ -421,14 +426,14 @@ def test_kernels_spill_what_their_rows_allow(tmp_path: Path, kernel: str, allowe
 
 def test_rows_name_their_kernels() -> None:
     """The limit of another row is not taken for one's own: names of a source's kernels match one row each, in joined sources too."""
-    of_stages: dict[tuple[str, str], list[tuple[sources.Row, str]]] = {}
+    of_stages: dict[tuple[str, str], list[tuple[kernel_table.Row, str]]] = {}
     for rows in sources.rows_of_sources(sm90=True).values():
         of_stages.setdefault((rows[0][0].architecture, rows[0][0].stage), []).extend(rows)
     for rows in of_stages.values():
         for row, dtype in rows:
             arguments = {"fp16": "6__half", "bf16": "13__nv_bfloat16", "fp32": "f", "fp8": "NS_6Float8E"}[dtype]
             if row.options:
-                last = f"LNS_7OptionsE{sources.option_bits()[row.options]}E"
+                last = f"LNS_7OptionsE{kernel_table.option_bits()[row.options]}E"
             else:
                 last = f"Li{row.packed_rows // (1 if row.stage == 'split' else 16)}E"
             values = f"Li{row.head_dim_v}E" if row.architecture == "sm90" else ""

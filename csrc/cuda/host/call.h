@@ -36,4 +36,11 @@ inline bool rows_are_aligned(const TensorView& t, int64_t columns, int64_t eleme
          aligned(t.row_stride * element_bytes);
 }
 
+// The end of the memory that a [batch][heads][rows][columns] tensor occupies.
+inline const void* end_of(const TensorView& t, int64_t batch, int64_t heads, int64_t rows, int64_t columns,
+                          int64_t element_bytes) {
+  const int64_t last = (batch - 1) * t.batch_stride + (heads - 1) * t.head_stride + (rows - 1) * t.row_stride;
+  return static_cast<const char*>(t.data) + (last + columns) * element_bytes;
+}
+
 }  // namespace flashattn_ext

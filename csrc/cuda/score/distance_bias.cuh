@@ -2,8 +2,6 @@
 // to the scores that a lane holds, in units of log2 (rules/bias.h has the definition).
 #pragma once
 
-#include "cuda/tile/elements.cuh"
-#include "cuda/tile/lane.cuh"
 #include "cuda/tile/rows.cuh"
 #include "cuda/tile/tensor_core.cuh"
 #include "cuda/tile/warp.cuh"

@@ -5,8 +5,8 @@
 #include <type_traits>
 
 #include "cuda/ptx/math.cuh"
-#include "cuda/tile/elements.cuh"
 #include "cuda/tile/rows.cuh"
+#include "cuda/tile/tensor_core.cuh"
 #include "rules/score.h"
 
 namespace flashattn_ext {

@@ -5,8 +5,8 @@
 // no row, key or tile outside the sequence results from them.
 #pragma once
 
-#include "cuda/tile/lane.cuh"
 #include "cuda/tile/rows.cuh"
+#include "cuda/tile/warp.cuh"
 
 namespace flashattn_ext {
 

@@ -14,8 +14,8 @@
 #include <climits>
 
 #include "cuda/score/scores.cuh"
-#include "cuda/tile/elements.cuh"
-#include "cuda/tile/lane.cuh"
+#include "cuda/tile/tensor_core.cuh"
+#include "cuda/tile/warp.cuh"
 
 namespace flashattn_ext {
 

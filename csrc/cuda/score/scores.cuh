@@ -9,8 +9,6 @@
 
 #include "cuda/score/dropout.cuh"
 #include "cuda/table/options.h"
-#include "cuda/tile/elements.cuh"
-#include "cuda/tile/lane.cuh"
 #include "cuda/tile/rows.cuh"
 #include "cuda/tile/tensor_core.cuh"
 #include "cuda/tile/warp.cuh"

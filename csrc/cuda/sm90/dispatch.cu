@@ -45,7 +45,7 @@ struct Sm90 : EveryGpu {
   }
   static decode::FewRowsKernel few_rows_kernel(const TableRow& row) {
     if (row.stage != Stage::kSm90Resident) return EveryGpu::few_rows_kernel(row);
-    return {kernel_of<Stage::kSm90Resident>(row).resident, at<Stage::kSm90Resident>(row).head_dims.qk};
+    return {kernel_of<Stage::kSm90Resident>(row).resident, table_row<Stage::kSm90Resident>(row).head_dims.qk};
   }
   static void run_backward(const TableRow& row, const AttnGradParams& p) {
     if (row.stage == Stage::kSm90Backward) return kernel_of<Stage::kSm90Backward>(row).backward(p);

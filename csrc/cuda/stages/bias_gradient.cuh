@@ -8,7 +8,6 @@
 
 #include "cuda/score/bias.cuh"
 #include "cuda/stages/backward_workspace.h"
-#include "cuda/tile/lane.cuh"
 #include "cuda/tile/warp.cuh"
 
 namespace flashattn_ext {

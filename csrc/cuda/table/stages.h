@@ -80,7 +80,7 @@ struct TableRow {
 };
 
 template <Stage kStage>
-const auto& at(const TableRow& row) {
+const auto& table_row(const TableRow& row) {
   return RowsOf<kStage>::kTable[row.row];
 }
 

@@ -12,9 +12,22 @@
 
 #include "cuda/ptx/math.cuh"
 #include "cuda/ptx/memory.cuh"
-#include "cuda/tile/lane.cuh"
+#include "cuda/tile/warp.cuh"
 
 namespace flashattn_ext {
+
+// Calls body(row tile, column tile, element) for all elements of kRowTiles x kColumnTiles accumulator tiles.
+template <int kRowTiles, int kColumnTiles, class Body>
+__device__ __forceinline__ void each_element(const Body& body) {
+#pragma unroll
+  for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+    for (int n = 0; n < kColumnTiles; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) body(i, n, e);
+    }
+  }
+}
 
 __device__ __forceinline__ float widen(float x) { return x; }
 __device__ __forceinline__ float widen(__half x) { return __half2float(x); }

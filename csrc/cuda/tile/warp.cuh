@@ -1,4 +1,4 @@
-// Exchanges between the lanes of a warp.
+// The lanes of a warp: their numbers and places in accumulator tiles (tensor_core.cuh), and exchanges between them.
 #pragma once
 
 #include <cstdint>
@@ -6,6 +6,11 @@
 #include "cuda/ptx/memory.cuh"
 
 namespace flashattn_ext {
+
+// A lane's number, and its place: of a 16x8 tile it holds rows g and g + 8 and columns 2t and 2t + 1.
+__device__ __forceinline__ int lane() { return threadIdx.x % 32; }
+__device__ __forceinline__ int g() { return threadIdx.x % 32 / 4; }
+__device__ __forceinline__ int t() { return threadIdx.x % 4; }
 
 // The value of lane 0, in all lanes: the compiler then knows that it is warp-uniform.
 template <class X>

@@ -15,12 +15,12 @@
 #include "cuda/host/launch.cuh"
 #include "cuda/score/large_rows.cuh"
 #include "cuda/stages/backward_workspace.h"
-#include "cuda/tile/lane.cuh"
 #include "cuda/tile/maybe_array.cuh"
 #include "cuda/tile/operand_tile.cuh"
 #include "cuda/tile/products.cuh"
 #include "cuda/tile/rows.cuh"
 #include "cuda/tile/store_row.cuh"
+#include "cuda/tile/warp.cuh"
 #include "rules/mask.h"
 
 namespace flashattn_ext::decode {

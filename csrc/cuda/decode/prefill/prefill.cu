@@ -11,7 +11,6 @@
 #include "cuda/host/carver.h"
 #include "cuda/host/device.h"
 #include "cuda/host/launch.cuh"
-#include "cuda/passes/aligned_rows.h"
 #include "cuda/passes/mask_extremes.h"
 #include "cuda/ptx/grid.cuh"
 #include "cuda/stages/tile_order.cuh"

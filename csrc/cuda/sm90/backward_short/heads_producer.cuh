@@ -1,11 +1,13 @@
 // What a thread block of heads.cuh works on, and its producer warps: one loads, two compute delta.
 #pragma once
 
-#include "cuda/sm90/backward/backward_step.cuh"
+#include "cuda/sm90/shared/backward_heads.cuh"
+#include "cuda/sm90/shared/backward_step.cuh"
+#include "cuda/sm90/shared/backward_visibility.cuh"
 #include "cuda/sm90/shared/backward_work.cuh"
-#include "cuda/tile/lane.cuh"
 #include "cuda/tile/panels.cuh"
 #include "cuda/tile/ring.cuh"
+#include "cuda/tile/warp.cuh"
 
 namespace flashattn_ext::sm90 {
 
