@@ -53,7 +53,7 @@ struct Choice {
   bool transposes = false;  // values in e4m3: whether the kernel transposes them itself, or another one before it
 };
 
-// The same call with its inputs widened.
+// A call with its inputs widened.
 inline KernelCall widened_call(KernelCall call) {
   if (call.type == kE4m3) call.type = kBf16;
   return call;
@@ -216,11 +216,11 @@ class Chooser {
   // The most queries of a sequence with which a forward is split: the tiles of the kernels of sm90/, which launch one
   // thread block for each query head and query tile, have enough rows from about 32 queries on.
   static constexpr int64_t kFewQueries = 32;
-  // The same with long keys, unless kernels of packed rows serve the call; and the same with these, above which the
-  // kernels of sm90/ are as fast even for one long sequence.
+  // The most with long keys, unless kernels of packed rows serve the call; and with these, above which the kernels of
+  // sm90/ are as fast even for one long sequence.
   static constexpr int64_t kMostFewQueries = 64, kMostPackedQueries = 128;
 
-  // The same by the shapes of one sequence. packs: whether the kernels of packed rows serve the call.
+  // The most queries by the shapes of one sequence. packs: whether the kernels of packed rows serve the call.
   static int64_t most_few_queries(const AttnParams& p, bool packs) {
     // On an H200, 64 queries have 0.98 of the speed of a copy if the batch fills the GPU and every query head has its
     // own keys. Where several query heads share keys, packed rows are 1.1 to 1.8 times as fast with 64 queries from

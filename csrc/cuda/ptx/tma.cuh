@@ -27,8 +27,8 @@ __device__ __forceinline__ void tma_load(void* to, const CUtensorMap* map, Barri
       : "memory");
 }
 
-// The same, into the same place of every thread block of the cluster whose bit is in `blocks`; the barrier in the same
-// place of each of them counts the bytes that it gets.
+// Starts copying the box into one place of every thread block of the cluster whose bit is in `blocks`; the barrier in
+// the same place of each of them counts the bytes that it gets.
 __device__ __forceinline__ void tma_load_to_cluster(void* to, const CUtensorMap* map, Barrier* arrived, int column,
                                                     int row, int head, int batch, uint16_t blocks) {
   asm volatile(
@@ -44,7 +44,7 @@ __device__ __forceinline__ void tma_store(const CUtensorMap* map, const void* fr
                "r"(shared_address(from)), "r"(column), "r"(row), "r"(head), "r"(batch)
                : "memory");
 }
-// The same, but adds the box to what is there.
+// Starts adding the box to what is there.
 __device__ __forceinline__ void tma_add(const CUtensorMap* map, const void* from, int column, int row, int head,
                                         int batch) {
   asm volatile(
@@ -67,7 +67,7 @@ template <int kPending>
 __device__ __forceinline__ void bulk_wait() {
   asm volatile("cp.async.bulk.wait_group %0;\n" ::"n"(kPending) : "memory");
 }
-// The same until shared memory has been read and may be overwritten.
+// Waits until the shared memory of all but `kPending` groups has been read and may be overwritten.
 template <int kPending>
 __device__ __forceinline__ void bulk_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;\n" ::"n"(kPending) : "memory");

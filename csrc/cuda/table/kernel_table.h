@@ -358,7 +358,7 @@ inline constexpr KernelRow<sm80::ForwardTile> kSm80Jvp[] = {
     {kFp32,  256, kGeneral,   kEveryGpu,  kMaySpill, {{1, 1, 32, 1}}},
 };
 
-// The same on Hopper (cuda/sm90/derivatives/jvp.cuh). Tiles as in kSm90Forward, with the tangents of keys and values in each stage.
+// Forward mode on Hopper (cuda/sm90/derivatives/jvp.cuh). Tiles as in kSm90Forward, with the tangents of keys and values in each stage.
 inline constexpr KernelRow<sm90::ForwardTile> kSm90Jvp[] = {
     {k16Bit, 64,  kPlain, kHopper, 0, {{2, 96, 3}, {2, 64, 4}}},  // 644 / 584; 2 x 64: 641 / 584
     {k16Bit, 96,  kPlain, kHopper, 0, {{2, 80, 2}, {2, 64, 2}}},  // 685 / 630; 2 x 64: 693 / 593
@@ -391,7 +391,7 @@ inline constexpr KernelRow<sm80::BackwardTile> kSm80Second[] = {
     {kFp32,  256, kGeneral,   kEveryGpu,  kMaySpill, {{2, 16, 32, 1, 1, 1, 1}, {1, 16, 16, 1, 1, 1, 1}}},
 };
 
-// The same on Hopper. Tiles: {keys, queries, stages of queries}. With 128 keys each warpgroup has 64 of them
+// Second derivatives on Hopper. Tiles: {keys, queries, stages of queries}. With 128 keys each warpgroup has 64 of them
 // (cuda/sm90/derivatives/second_apart.cuh), with 64 both have all (cuda/sm90/derivatives/second.cuh).
 inline constexpr KernelRow<sm90::SecondTile> kSm90Second[] = {
     {k16Bit, 64,  kPlain, kHopper, 0, {{128, 64, 3}}},  // 495 / 469; 64 keys and 128 queries: 318 / 290

@@ -125,7 +125,7 @@ constexpr auto tile_of() {
   return compiled_tile(kTable[kRow].tiles);
 }
 
-// The same as a type.
+// The tile of a kernel as a type.
 template <const auto& kTable, class T, int kHeadDim, Options kOptions, int kHeadDimV>
 struct TileOf {
   static constexpr auto kTile = tile_of<kTable, T, kHeadDim, kOptions, kHeadDimV>();

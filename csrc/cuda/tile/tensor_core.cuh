@@ -62,7 +62,7 @@ struct TensorCore {  // __half, __nv_bfloat16
     ptx::ldmatrix(a.x, tile + (row + lane % 16) * stride + k0 + lane / 16 * 8);
     return a;
   }
-  // The same A with k in the order of accumulators, which B from a transposed tile has.
+  // A with k in the order of accumulators, which B from a transposed tile has.
   static __device__ __forceinline__ A load_a_paired(const T* tile, int stride, int row, int k0) {
     return load_a(tile, stride, row, k0);
   }

@@ -18,7 +18,7 @@ __device__ __forceinline__ X uniform(X x) {
   return __shfl_sync(~0u, x, 0);
 }
 
-// The same for an address in shared memory. Where control flow is too involved for the compiler to infer that, the
+// An address in shared memory as lane 0 has it. Where control flow is too involved for the compiler to infer that, the
 // values that depend on such an address (stages and operands of products) are then in uniform registers.
 template <class X>
 __device__ __forceinline__ X& uniform_shared(X& x) {

@@ -16,7 +16,7 @@ inline DecodeParams in_groups(DecodeParams p, int heads) {
 // Combines the partial results of split tasks. T: the type of out. rows, columns: dimensions of a slot.
 template <class T>
 void combine(const DecodeParams& p, const Plan& plan, int64_t tasks, int rows, int columns);
-// The same for tasks of two KV heads.
+// Combines tasks of two KV heads.
 template <class T>
 void combine_pairs(const DecodeParams& p, const Plan& plan, int64_t tasks, int rows, int columns) {
   combine<T>(in_groups(p, 2), plan, tasks, rows, columns);

@@ -273,7 +273,7 @@ struct Split {
     constexpr int kElements = kVectorBytes / sizeof(X);
     ptx::cp_async_part(to, from, min(max(elements, 0), kElements) * static_cast<int>(sizeof(X)));
   }
-  // The same copy from an unaligned address, synchronous.
+  // Copies a vector from an unaligned address, synchronously.
   template <class X>
   static __device__ __forceinline__ void copy_elements(T* to, const X* from, int elements) {
     constexpr int kElements = kVectorBytes / sizeof(X);

@@ -18,7 +18,7 @@ constexpr int least_shared(int bytes, int head_dim) {
   return bytes == 4 && head_dim > 384 ? kMediumShared : kSmallShared;
 }
 
-// The same for forward mode and second derivatives, whose kernels hold more tiles.
+// The shared memory that forward mode and second derivatives require, whose kernels hold more tiles.
 constexpr int derivative_shared(int bytes, int head_dim) {
   return bytes == 4 && head_dim > 128 ? kMediumShared : kSmallShared;
 }

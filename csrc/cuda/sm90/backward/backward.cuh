@@ -399,7 +399,7 @@ struct Backward : PingPong {
     Dropping::template draw_part<Scores>(drawn, shared.philox, p, work.b, at.h, work.key0 + group * 64,
                                          at.m * kQueries);
   }
-  // The same for the step after `now`, while the scores of `now` are computed. The branch keeps the compiler from
+  // Draws that of the step after `now`, while the scores of `now` are computed. The branch keeps the compiler from
   // waiting for those first.
   __device__ __forceinline__ void draw_next(const Work& work, const Walk& now) {
     if (!Dropping::kDrops || now.left <= 1) return;

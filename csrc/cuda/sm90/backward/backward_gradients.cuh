@@ -81,7 +81,7 @@ struct PlainGradients : UnbiasedGradients<Scores> {
   }
 };
 
-// The same where the query heads of a group add up dk and dv (QueryHeads).
+// No option, where the query heads of a group add up dk and dv (QueryHeads).
 template <class Scores>
 struct GroupedGradients : PlainGradients<Scores> {
   using Workspace = GroupedWorkspace;

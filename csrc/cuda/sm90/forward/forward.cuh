@@ -274,8 +274,8 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
     end_values();
   }
 
-  // The same without overlap within the warpgroup, for ForwardOrder::kInTurn. Three or four warpgroups take turns at
-  // the products with values instead of those for scores: then their softmaxes begin further apart.
+  // Computes the steps without overlap within the warpgroup, for ForwardOrder::kInTurn. Three or four warpgroups take
+  // turns at the products with values instead of those for scores: then their softmaxes begin further apart.
   __device__ __forceinline__ void compute_steps_in_turn(const SeenWork& work, KeyWalk& walk, const Limits& unmasked) {
     for (;; Visibility::advance(walk)) {
       Visibility::await_keys(*this);

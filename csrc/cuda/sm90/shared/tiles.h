@@ -22,7 +22,7 @@ constexpr RegisterBudget register_budget(int groups) {
 }
 constexpr RegisterBudget kBackwardRegisters{24, 240};
 
-// The same for the forward of head dims above 256: the loading warpgroup and the warpgroup of scores, which both
+// The registers of the forward of head dims above 256: the loading warpgroup and the warpgroup of scores, which both
 // release some of the 128 that they start with, and the two that accumulate `out`.
 struct LargeRegisterBudget {
   int loader;
@@ -31,7 +31,7 @@ struct LargeRegisterBudget {
 };
 constexpr LargeRegisterBudget kLargeRegisters{40, 120, 176};
 
-// The same for the backward of head dims above 128: the loading warpgroup, the warpgroups of dv and of dk, and the
+// The registers of the backward of head dims above 128: the loading warpgroup, the warpgroups of dv and of dk, and the
 // warpgroup of dq.
 struct WideRegisterBudget {
   int loader;
@@ -45,7 +45,7 @@ constexpr WideRegisterBudget wide_register_budget(int head_dim, bool in_pairs) {
                         : WideRegisterBudget{24, 208, 72};
 }
 
-// The same for the backward with dq apart (backward_apart.cuh).
+// The registers of the backward with dq apart (backward_apart.cuh).
 constexpr WideRegisterBudget kApartRegisters = wide_register_budget(128, false);
 
 constexpr int kSharedLimit = 227 * 1024;
