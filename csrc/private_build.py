@@ -74,7 +74,7 @@ def load(builds: Iterable[PrivateBuild]) -> None:
     Raises RuntimeError with the reason if one cannot be compiled or loaded.
     """
     wanted = list({build.name: build for build in builds if build.name not in _C.backends()}.values())
-    files = (path for path in sources.CSRC.rglob("*") if path.suffix in (".h", ".cuh", ".cpp", ".cu", ".py"))
+    files = (path for path in sources.CSRC.rglob("*") if path.suffix in (".h", ".cuh", ".cpp", ".cu", ".def", ".py"))
     newest = max(path.stat().st_mtime for path in files)
     outdated = [b for b in wanted if not b.library.exists() or b.library.stat().st_mtime < newest]
     if outdated:

@@ -21,10 +21,12 @@ import re
 import sys
 from collections.abc import Container, Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 CSRC = Path(__file__).resolve().parent
-TABLE = CSRC / "cuda" / "table" / "kernel_table.h"
+if str(CSRC) not in sys.path:
+    sys.path.insert(0, str(CSRC))  # `python -I` does not
+
+from kernel_table import SUFFIXES, Row, table  # noqa: E402
 
 # The optimisation of the CPU kernels. With GCC -O3 compiles for a fifth longer, and the kernels are no faster: a loop that has
 # to be unrolled says so. Loops over a number of elements that is not known still become vectors, also before GCC 12, where -O2
@@ -49,229 +51,15 @@ CXX_FLAGS = [
 ]
 NVCC_FLAGS = ["-std=c++17", "-O3"]
 
-CUDA_NAMES = {"fp16": "__half", "bf16": "__nv_bfloat16", "fp32": "float", "fp8": "flashattn_ext::Float8"}
-TYPES = {"k16Bit": ("fp16", "bf16"), "kFp16": ("fp16",), "kBf16": ("bf16",), "kFp32": ("fp32",), "kE4m3": ("fp8",)}
-# The arrays of the table: architecture and stage, as in the names of sources.
-ARRAYS = {
-    "kSm80Forward": ("sm80", "forward"),
-    "kSm80Backward": ("sm80", "backward"),
-    "kSm80Jvp": ("sm80", "jvp"),
-    "kSm80Second": ("sm80", "second"),
-    "kSm90Forward": ("sm90", "forward"),
-    "kSm90Invariant": ("sm90", "invariant"),
-    "kSm90Packed": ("sm90", "packed"),
-    "kSm90Backward": ("sm90", "backward"),
-    "kSm90Heads": ("sm90", "heads"),
-    "kSm90Resident": ("sm90", "resident"),
-    "kSm90Jvp": ("sm90", "jvp"),
-    "kSm90Second": ("sm90", "second"),
-    "kDecode": ("decode", "split"),
-    "kFewRowsBackward": ("decode", "backward"),
-}
-# The folders of csrc/cuda with the kernels of a stage: forward.cuh, say.
-FOLDERS = {
-    ("sm80", "forward"): "sm80/forward",
-    ("sm80", "backward"): "sm80/backward",
-    ("sm80", "jvp"): "sm80/derivatives",
-    ("sm80", "second"): "sm80/derivatives",
-    ("sm90", "forward"): "sm90/forward",
-    ("sm90", "invariant"): "sm90/invariant",
-    ("sm90", "packed"): "sm90/few_rows",
-    ("sm90", "backward"): "sm90/backward",
-    ("sm90", "heads"): "sm90/backward_short",
-    ("sm90", "resident"): "sm90/few_rows",
-    ("sm90", "jvp"): "sm90/derivatives",
-    ("sm90", "second"): "sm90/derivatives",
-    ("decode", "split"): "decode/split",
-    ("decode", "backward"): "decode/few_rows",
-}
-# Rows share a source with the rows whose options have the same suffix.
-SUFFIXES = {
-    "kPlain": "",
-    "kGroups": "",
-    "kDropout": "",
-    "kIntervals": "_masks",
-    "kGeneral": "_general",
-    "kScores": "_scores",
-    "kBias": "_bias",
-    "kFp8Scores": "_fp8",
-    "kFp8General": "_fp8",
-}
-# The functions that a row instantiates. {}: its template arguments.
-FUNCTIONS = {
-    "forward": ["void flashattn_ext::{0}::forward<{1}>(const flashattn_ext::AttnParams&)"],
-    "invariant": [
-        "void flashattn_ext::{0}::invariant<{1}>(const flashattn_ext::AttnParams&)",
-        "size_t flashattn_ext::{0}::invariant_bytes<{1}>(const flashattn_ext::AttnParams&)",
-        "flashattn_ext::ChunkKernel flashattn_ext::{0}::invariant_chunks<{1}>()",
-    ],
-    "packed": [
-        "void flashattn_ext::{0}::packed<{1}>(const flashattn_ext::DecodeParams&, const flashattn_ext::decode::Plan&)",
-    ],
-    "backward": [
-        "size_t flashattn_ext::{0}::backward_bytes<{1}>(const flashattn_ext::AttnGradParams&)",
-        "void flashattn_ext::{0}::backward<{1}>(const flashattn_ext::AttnGradParams&)",
-    ],
-    "heads": [
-        "bool flashattn_ext::{0}::serves_heads<{1}>(const flashattn_ext::AttnGradParams&)",
-        "size_t flashattn_ext::{0}::heads_bytes<{1}>(const flashattn_ext::AttnGradParams&)",
-        "void flashattn_ext::{0}::heads<{1}>(const flashattn_ext::AttnGradParams&)",
-    ],
-    "resident": [
-        "void flashattn_ext::{0}::resident<{1}>(const flashattn_ext::AttnGradParams&, const flashattn_ext::BackwardWorkspace&, "
-        "const flashattn_ext::decode::BackwardPlan&)",
-    ],
-    "jvp": ["void flashattn_ext::{0}::jvp<{1}>(const flashattn_ext::JvpParams&)"],
-    "second": [
-        "size_t flashattn_ext::{0}::second_bytes<{1}>(const flashattn_ext::SecondParams&)",
-        "void flashattn_ext::{0}::second<{1}>(const flashattn_ext::SecondParams&)",
-    ],
-    "decode split": [
-        "flashattn_ext::decode::TileSizes flashattn_ext::decode::tile_sizes<{1}>()",
-        "void flashattn_ext::decode::split<{1}>(const flashattn_ext::DecodeParams&, const flashattn_ext::decode::Plan&, int, int, bool)",
-    ],
-    "decode backward": [
-        "int flashattn_ext::decode::backward_shared_bytes<{1}>()",
-        "void flashattn_ext::decode::backward<{1}>(const flashattn_ext::AttnGradParams&, "
-        "const flashattn_ext::BackwardWorkspace&, const flashattn_ext::decode::BackwardPlan&)",
-    ],
-}
-
+# The includes of the functions that a private build leaves out.
 LEFT_OUT = """#include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 #include <stdexcept>
 
-#include "cuda/decode/few_rows/backward_plan.h"
-#include "cuda/decode/split/kernels.h"
-#include "cuda/sm80/kernels.h"
-#include "cuda/{}/kernels.h"
+#include "cuda/table/stages.h"
 
 """
-
-
-class Row(NamedTuple):
-    """A row of the table of kernels: see csrc/cuda/table/rows.h."""
-
-    architecture: str  # sm80 or sm90; decode for both
-    stage: str  # forward, backward, jvp, second or split
-    dtypes: tuple[str, ...]
-    head_dim: int
-    head_dim_v: int
-    options: str  # kPlain, say; empty in the rows of decode
-    gpus: str
-    spill: int | None  # bytes that ptxas may spill; None: any number
-    tiles: tuple[tuple[str, ...], ...]  # sizes as in the table; the build has the first tile
-    note: str  # the figures that chose the tile, or what decided otherwise
-    group: str  # the same for rows that share it
-
-    @property
-    def competing(self) -> tuple[tuple[str, ...], ...]:
-        """The tiles among which speed decided. The shared memory of the GPU chooses among those of the backward of sm_80, of its second derivatives
-        and of its forward with warps along the columns.
-        """
-        by_memory = self.architecture == "sm80" and (self.stage in ("backward", "second") or len(self.tiles[0]) == 6)
-        return self.tiles[:1] if by_memory else self.tiles
-
-    @property
-    def packed_rows(self) -> int:
-        """The packed rows of a tile of decode, of one KV head."""
-        sizes = [int(size) for size in self.tiles[0]]
-        heads = sizes[5] if len(sizes) > 5 else 1
-        return 16 * sizes[0] * (sizes[1] if self.stage == "split" else 1) // heads
-
-    def source(self, dtype: str) -> str:
-        """The name of the source, such as sm90_forward_bf16_128: stages, types, classes and groups of options have their own."""
-        dims = f"{self.head_dim}" if self.head_dim == self.head_dim_v else f"{self.head_dim}x{self.head_dim_v}"
-        return f"{self.architecture}_{self.stage}_{dtype}_{dims}{SUFFIXES.get(self.options, '')}"
-
-    def functions(self, dtype: str) -> list[str]:
-        arguments = [CUDA_NAMES[dtype], str(self.head_dim)]
-        if self.stage == "split":
-            arguments.append(str(self.packed_rows))
-        elif self.architecture == "decode":
-            arguments.append(self.tiles[0][0])
-        else:
-            arguments.append(f"flashattn_ext::{self.options}")
-        if self.architecture == "sm90":
-            arguments.append(str(self.head_dim_v))
-        key = f"decode {self.stage}" if self.architecture == "decode" else self.stage
-        return [function.format(self.architecture, ", ".join(arguments)) for function in FUNCTIONS[key]]
-
-    def mangled(self, dtype: str) -> re.Pattern[str]:
-        """Finds the template arguments of this row in the mangled name of a kernel."""
-        mangled_type = {"fp16": "6__half", "bf16": "13__nv_bfloat16", "fp32": "f", "fp8": "NS_6Float8E"}[dtype]
-        if self.architecture == "decode":
-            last = f"Li{self.packed_rows if self.stage == 'split' else self.tiles[0][0]}E"
-        else:
-            last = f".*OptionsE{option_bits()[self.options]}E"
-        values = rf"Li{self.head_dim_v}E" if self.architecture == "sm90" else ""
-        return re.compile(rf"I{mangled_type}Li{self.head_dim}E{last}{values}")
-
-
-def option_bits() -> dict[str, int]:
-    """The sets of options that rows name, as numbers."""
-    text = (CSRC / "cuda" / "table" / "options.h").read_text()
-    return {name: int(bits) for name, bits in re.findall(r"^  (k\w+) = (\d+),", text, re.M)}
-
-
-@functools.cache
-def table() -> tuple[Row, ...]:
-    """The rows of kernel_table.h, which has one row in a line. A line that is neither a row nor a comment is an error."""
-    rows, array, above, group = [], None, "", ""
-    for line in TABLE.read_text().splitlines():
-        if begins := re.match(r"inline constexpr \w+(?:<[\w:]+>)? (\w+)\[\] = \{$", line):
-            array, group = begins[1], ""
-        elif line == "};":
-            array = None
-        elif array is None:
-            continue
-        elif comment := re.match(r"    // (.*)$", line):
-            above = f"{above} {comment[1]}".lstrip()
-            if above.endswith(":"):
-                group, above = above[:-1], ""
-        elif row := re.match(r"    \{(.*)\},(?:  // (.*))?$", line):
-            rows.append(_row(array, _cells(row[1]), row[2] or above, group))
-            above = ""
-        else:
-            raise ValueError(f"{TABLE.name}: not a row of {array}: {line.strip()}")
-    return tuple(rows)
-
-
-def _cells(text: str) -> list[str]:
-    """The parts between the commas that no brace encloses."""
-    cells, depth = [""], 0
-    for character in text:
-        depth += (character == "{") - (character == "}")
-        if character == "," and depth == 0:
-            cells.append("")
-        else:
-            cells[-1] += character
-    return [cell.strip() for cell in cells]
-
-
-def _row(array: str, cells: Sequence[str], note: str, group: str) -> Row:
-    architecture, stage = ARRAYS[array]
-    dims = _cells(cells[1].strip("{}"))
-    if architecture == "decode":
-        options, gpus, (spill, tile) = "", "kEveryGpu", cells[-2:] if stage == "split" else (cells[3], cells[2])
-        tiles = (tuple(_cells(tile.strip("{}"))),)
-    else:
-        options, gpus, spill, all_tiles = cells[2:]
-        tiles = tuple(tuple(_cells(tile[1:-1])) for tile in _cells(all_tiles[1:-1]))
-    return Row(
-        architecture,
-        stage,
-        TYPES[cells[0]],
-        int(dims[0]),
-        int(dims[-1]),
-        options,
-        gpus,
-        None if spill == "kMaySpill" else int(spill),
-        tiles,
-        note,
-        group,
-    )
 
 
 # Sources
@@ -291,7 +79,7 @@ def cuda_instances(*, sm90: bool) -> dict[str, str]:
     # The first line makes a build compile a source again when its GPUs change.
     return {
         f"{name}.cu": f"// GPUs: {rows[0][0].gpus}\n"
-        + f'#include "cuda/{FOLDERS[rows[0][0].architecture, rows[0][0].stage]}/{rows[0][0].stage}.cuh"\n\n'
+        + f'#include "{rows[0][0].header}"\n\n'
         + "".join(f"template {function};\n" for row, dtype in rows for function in row.functions(dtype))
         for name, rows in rows_of_sources(sm90=sm90).items()
     }
@@ -333,7 +121,7 @@ def joined(instances: dict[str, str], most: int = 6) -> dict[str, str]:
     for name in (name.removesuffix(".cu") for name in instances):
         row = rows[name][0][0]
         limit = most_spilled(row.spill for row, _ in rows[name])
-        groups.setdefault((row.architecture, row.stage, limit, name in sources_with_host_code()), []).append(name)
+        groups.setdefault((row.header, limit, name in sources_with_host_code()), []).append(name)
     texts = {}
     for names in groups.values():
         for part in (names[first : first + most] for first in range(0, len(names), most)):
@@ -364,8 +152,8 @@ def cuda_sources(
         left_out = [rows for name, rows in rows_of_sources(sm90=sm90).items() if name not in only]
         instances = {name: text for name, text in instances.items() if name.removesuffix(".cu") in only}
         refusal = 'throw std::runtime_error("not in this private build");'
-        instances["left_out.cu"] = LEFT_OUT.format("sm90" if sm90 else "sm80") + "".join(
-            f"template <> {function} {{ {'return false;' if function.startswith('bool ') else refusal} }}\n"
+        instances["left_out.cu"] = LEFT_OUT + "".join(
+            f"template <> {function} {{ {refusal} }}\n"
             for rows in left_out
             for row, dtype in rows
             for function in row.functions(dtype)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
-from .mask import ALL_ROWS
+from .mask_arguments import ALL_ROWS
 from .options import DIFFERENTIABLE
 
 _FORWARD = torch.ops.flashattn_ext.forward

@@ -14,9 +14,7 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from . import arguments, kept, ops
-
-# An interval end past every row; intervals are clamped to the rows that exist. Sizes are clamped to it, so that no sum overflows.
-ALL_ROWS = 2**31 - 1
+from .mask_arguments import ALL_ROWS, check_depth_first, first_or_last, integers, reject_keys, runs_of, size_of
 
 
 class Mask:
@@ -67,7 +65,7 @@ class Mask:
             TypeError: `ids` is not an integer tensor.
             ValueError: `ids` has another shape.
         """
-        first, last = _runs(_integers("ids", ids))
+        first, last = runs_of(integers("ids", ids))
         return cls._of(first, last)
 
     @classmethod
@@ -90,16 +88,16 @@ class Mask:
         """
         if side not in (None, "right", "left"):
             raise ValueError(f"side: expected 'right' or 'left', got {side!r}")
-        values = _integers("mask", mask, ranks=(1, 2))
+        values = integers("mask", mask, ranks=(1, 2))
         if values.dim() == 1 and mask.dtype != torch.bool:
-            return cls._of_seen(_first_or_last(values, side, Sk))
+            return cls._of_seen(first_or_last(values, side, Sk))
         seen = (values if values.dim() == 2 else values[None]) != 0
         if side is not None:
             raise ValueError(
                 f"side: expected None with a mask of shape {list(mask.shape)}, which already marks the padding, got {side!r}; side is "
                 "for lengths [batch]"
             )
-        if Sk is not None and _size("Sk", Sk) != seen.shape[1]:
+        if Sk is not None and size_of("Sk", Sk) != seen.shape[1]:
             raise ValueError(
                 f"Sk: expected None or the {seen.shape[1]} keys of the mask of shape {list(mask.shape)}, got {Sk}"
             )
@@ -121,8 +119,8 @@ class Mask:
             TypeError: `prefix_lengths` is not an integer tensor.
             ValueError: its shape is not as described, or a size is negative.
         """
-        Sq, Sk = _size("Sq", Sq), _size("Sk", Sk)
-        lengths = _integers("prefix_lengths", prefix_lengths, ranks=(1,), or_bool=False)
+        Sq, Sk = size_of("Sq", Sq), size_of("Sk", Sk)
+        lengths = integers("prefix_lengths", prefix_lengths, ranks=(1,), or_bool=False)
         keys = torch.arange(Sk, device=lengths.device)
         return cls._of(torch.where(keys < lengths[:, None], 0, keys - (Sk - Sq)), None)
 
@@ -142,7 +140,7 @@ class Mask:
         Raises:
             ValueError: `size` is less than 1, or another size is negative.
         """
-        size, Sq, Sk = _size("size", size, at_least=1), _size("Sq", Sq), _size("Sk", Sk)
+        size, Sq, Sk = size_of("size", size, at_least=1), size_of("Sq", Sq), size_of("Sk", Sk)
         start = torch.arange(Sk, device=device)[None] // size * size - (Sk - Sq)
         return cls._of(start, start + size)
 
@@ -160,9 +158,9 @@ class Mask:
             TypeError: `ids` is not an integer tensor.
             ValueError: `ids` has another shape.
         """
-        ids = _integers("ids", ids, or_bool=False)
+        ids = integers("ids", ids, or_bool=False)
         keys = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-        return cls._of(torch.where(ids < 0, keys, _runs(ids)[0]), None)
+        return cls._of(torch.where(ids < 0, keys, runs_of(ids)[0]), None)
 
     @classmethod
     def window(
@@ -184,8 +182,8 @@ class Mask:
         Raises:
             ValueError: `left` or `right` is less than -1, or a size is negative.
         """
-        left, right = _size("left", left, at_least=-1), _size("right", right, at_least=-1)
-        Sq, Sk, global_keys = _size("Sq", Sq), _size("Sk", Sk), _size("global_keys", global_keys)
+        left, right = size_of("left", left, at_least=-1), size_of("right", right, at_least=-1)
+        Sq, Sk, global_keys = size_of("Sq", Sq), size_of("Sk", Sk), size_of("global_keys", global_keys)
         keys = torch.arange(Sk, device=device)[None]
         rows = keys - (Sk - Sq)
         first = rows - right if right >= 0 else torch.zeros_like(rows)
@@ -208,10 +206,10 @@ class Mask:
             TypeError: `parents` is not an integer tensor.
             ValueError: its shape is not as described, or the order is not depth-first.
         """
-        parents = _integers("parents", parents, ranks=(1, 2), or_bool=False)
+        parents = integers("parents", parents, ranks=(1, 2), or_bool=False)
         parents = parents[None] if parents.dim() == 1 else parents
         if parents.device.type == "cpu":
-            _check_depth_first(parents)
+            check_depth_first(parents)
         nodes = torch.arange(parents.shape[1], device=parents.device).expand_as(parents)
         # A subtree ends where its root's last child's subtree ends. Pointer jumping: each round doubles the generations covered.
         at = torch.where((parents >= 0) & (parents < nodes), parents, nodes)
@@ -289,7 +287,7 @@ class Mask:
         count = visible.sum(2)
         first = torch.where(visible, rows, visible.shape[2]).amin(2) if visible.shape[2] else torch.zeros_like(count)
         last = torch.where(visible, rows + 1, 0).amax(2) if visible.shape[2] else torch.zeros_like(count)
-        _reject("visible", (count > 0) & (last - first != count))
+        reject_keys("visible", (count > 0) & (last - first != count))
         return cls(torch.stack([first, torch.maximum(last, first)], -1).int())
 
     @classmethod
@@ -379,7 +377,7 @@ class Mask:
         Returns:
             bool [B or 1, Hm, Sq, Sk], of packed calls [Hm, Sq, total_k]: True where a row sees a key.
         """
-        rows = torch.arange(_size("Sq", Sq), device=self.device)[:, None]
+        rows = torch.arange(size_of("Sq", Sq), device=self.device)[:, None]
         first, last = self.intervals[..., None, :, 0], self.intervals[..., None, :, 1]
         return (rows >= first) & (rows < last)
 
@@ -392,7 +390,7 @@ class Mask:
         Returns:
             float64 scalar in [0, 1], on the mask's device; 0 if there are no pairs.
         """
-        Sq = _size("Sq", Sq)
+        Sq = size_of("Sq", Sq)
         first, last = self.intervals.long().clamp(0, Sq).unbind(-1)
         return (last - first).clamp(min=0).double().sum() / max(Sq * first.numel(), 1)
 
@@ -417,7 +415,7 @@ class Mask:
             TypeError: figure is not a bool, or a number is not an int.
             ImportError: figure is True and matplotlib is not installed.
         """
-        Sq, columns = self.intervals.shape[-2] if Sq is None else Sq, _size("columns", columns, at_least=1)
+        Sq, columns = self.intervals.shape[-2] if Sq is None else Sq, size_of("columns", columns, at_least=1)
         figure = arguments.flag("figure", figure)
         place = {"head": head} if self.is_packed else {"batch": batch, "head": head}
         for (name, index), entries in zip(place.items(), self.intervals.shape, strict=False):
@@ -460,75 +458,6 @@ def checked_mask(mask: Any) -> Mask:
     raise TypeError(f"mask: expected a flashattn_ext.Mask, got {type(mask).__name__}")
 
 
-def _size(name: str, value: Any, at_least: int = 0) -> int:
-    size = arguments.integer(name, value)
-    if size < at_least:
-        raise ValueError(f"{name}: expected at least {at_least}{' (unbounded)' * (at_least < 0)}, got {size}")
-    return min(size, ALL_ROWS)
-
-
-def _integers(name: str, values: Any, ranks: tuple[int, ...] = (2,), or_bool: bool = True) -> Tensor:
-    if not isinstance(values, Tensor):
-        raise TypeError(f"{name}: expected a torch.Tensor, got {type(values).__name__}")
-    if values.is_floating_point() or values.is_complex() or (values.dtype == torch.bool and not or_bool):
-        raise TypeError(f"{name}: expected an integer {'or bool ' * or_bool}dtype, got {values.dtype}")
-    if values.dim() not in ranks:
-        shapes = " or ".join("[batch]" if rank == 1 else "[batch, seqlen]" for rank in ranks)
-        raise ValueError(f"{name}: expected shape {shapes}, got {list(values.shape)}")
-    return values.long()
-
-
-def _first_or_last(lengths: Tensor, side: str | None, Sk: int | None) -> Tensor:
-    """bool [B, Sk], True for the tokens: the first keys of each row, or the last keys with padding on the left."""
-    if Sk is None and lengths.device.type == "cpu":
-        Sk = int(lengths.max()) if lengths.numel() else 0
-    if Sk is None:
-        raise ValueError(
-            f"Sk: expected the number of keys in a row, because the lengths are on {lengths.device}, got None; pass Sk"
-        )
-    keys = torch.arange(_size("Sk", Sk), device=lengths.device)
-    within = lengths.clamp(0, Sk)[:, None]
-    return keys >= Sk - within if side == "left" else keys < within
-
-
-def _runs(ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Start and end (exclusive) of the run of equal neighbours that each element is in; [B, S] each."""
-    S = ids.shape[1]
-    index = torch.arange(S, device=ids.device).expand_as(ids)
-    if S == 0:
-        return index, index
-    changes = ids[:, 1:] != ids[:, :-1]
-    edge = torch.ones_like(ids[:, :1], dtype=torch.bool)
-    starts = torch.where(torch.cat([edge, changes], 1), index, 0).cummax(1).values
-    ends = torch.where(torch.cat([changes, edge], 1), index + 1, S).flip(1).cummin(1).values.flip(1)
-    return starts, ends
-
-
-def _check_depth_first(parents: Tensor) -> None:
-    """Checks that the parent of each node is on the path from the root to the previous node."""
-    for b, row in enumerate(parents.tolist()):
-        path: list[int] = []
-        for node, parent in enumerate(row):
-            while path and path[-1] != parent:
-                path.pop()
-            if not path and parent != -1:
-                raise ValueError(
-                    f"parents: expected nodes in depth-first order, each after its parent, got parent {parent} for node {node} "
-                    f"of row {b}"
-                )
-            path.append(node)
-
-
-def _reject(name: str, bad: Tensor) -> None:
-    """Raises for the first key in `bad`, bool [B, H, Sk], True where the rows that see a key are not a single interval."""
-    if bad.any():
-        b, h, key = bad.nonzero()[0].tolist()
-        raise ValueError(
-            f"{name}: the rows that see key {key} of batch entry {b}, head {h} are not a single interval, as a Mask requires; "
-            "pass this mask as `bias`, with 0 for visible and -inf for hidden keys"
-        )
-
-
 def _visible_between(cls: type[Mask], one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor], rows: int) -> Mask:
     """The Mask of `rows` rows without two hidden ranges, each [first, end) with first <= end."""
     zero, all_rows = torch.zeros_like(one[0]), torch.full_like(one[0], rows)
@@ -543,7 +472,7 @@ def _visible_between(cls: type[Mask], one: tuple[Tensor, Tensor], other: tuple[T
         first = torch.where(there, torch.minimum(first, begin), first)
         last = torch.where(there, end, last)
         visible = visible + (end - begin).clamp(min=0)
-    _reject("startend_row_indices", (visible > 0) & (last - first != visible))
+    reject_keys("startend_row_indices", (visible > 0) & (last - first != visible))
     return cls(torch.stack([torch.where(visible > 0, first, 0), last], -1).int())
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from . import _C, ops
-from .mask import ALL_ROWS
+from .mask_arguments import ALL_ROWS
 from .options import BIASES, DIFFERENTIABLE, CallOptions, CallTensors
 
 DRAWN_ROWS, DRAWN_KEYS = 16, 64  # the block for which a GPU kernel draws dropout

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from . import arguments, calls, fp8, names
 from .mask import Mask, checked_mask
+from .philox import philox, philox_key
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -26,37 +27,6 @@ if TYPE_CHECKING:
 # (b, q, k, v, start of the keys among packed ones) -> (out, lse, max_logits) of one batch entry, [heads, rows, head_dim], [heads, rows]
 # and [heads].
 Entry = Callable[[int, Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor, Tensor]]
-
-_MASK32 = 0xFFFFFFFF
-_MASK64 = 0xFFFFFFFFFFFFFFFF
-
-
-def _philox_key(seed: int, offset: int) -> tuple[int, int]:
-    """SplitMix64's finaliser; docs/dropout.md."""
-    x = (seed & _MASK64) ^ (offset * 0x9E3779B97F4A7C15 & _MASK64)
-    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & _MASK64
-    x = (x ^ x >> 27) * 0x94D049BB133111EB & _MASK64
-    x ^= x >> 31
-    return x & _MASK32, x >> 32
-
-
-def _multiply(constant: int, x: Tensor) -> tuple[Tensor, Tensor]:
-    """High and low 32-bit word of constant * x, for 32-bit words in int64, without overflowing 63 bits."""
-    low_part = (constant & 0xFFFF) * x
-    high_part = (constant >> 16) * x + (low_part >> 16)
-    return high_part >> 16, (high_part & 0xFFFF) << 16 | low_part & 0xFFFF
-
-
-def _philox(key: tuple[int, int], counter: list[Tensor]) -> list[Tensor]:
-    """Philox4x32 with 7 rounds (Salmon et al., SC 2011); words are int64 tensors below 2^32."""
-    k0, k1 = key
-    c0, c1, c2, c3 = counter
-    for _ in range(7):
-        high0, low0 = _multiply(0xD2511F53, c0)
-        high1, low1 = _multiply(0xCD9E8D57, c2)
-        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
-        k0, k1 = k0 + 0x9E3779B9 & _MASK32, k1 + 0xBB67AE85 & _MASK32
-    return [c0, c1, c2, c3]
 
 
 def dropout_threshold(dropout_p: float) -> int:
@@ -97,7 +67,7 @@ def _keep_mask(place: _Place, b: int, heads: int, threshold: int, seed: int) -> 
         (h * 64 + i % 8 * 8 + j % 8).expand(shape),
         (i // 16).expand(shape),
     ]
-    words = torch.stack(_philox(_philox_key(seed, 0), counter))
+    words = torch.stack(philox(philox_key(seed, 0), counter))
     word = words.gather(0, (j // 16 % 4).expand(shape)[None])[0]
     byte = word >> (8 * (i // 8 % 2 + 2 * (j // 8 % 2))) & 0xFF
     return byte < threshold

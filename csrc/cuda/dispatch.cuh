@@ -1,5 +1,5 @@
-// Makes a Backend of the rows of the table of kernels that it may run: a call runs the first row that serves it, with
-// its inputs aligned.
+// Makes a Backend of the rows of the table of kernels that it may run: a call runs what choose.h chooses, with its
+// inputs aligned.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -7,11 +7,13 @@
 
 #include <algorithm>
 #include <array>
+#include <iterator>
 #include <limits>
 #include <stdexcept>
 #include <utility>
 
 #include "backend/backend.h"
+#include "cuda/choose.h"
 #include "cuda/decode/few_rows/few_rows.h"
 #include "cuda/decode/few_rows/packed.h"
 #include "cuda/decode/prefill/chunks.h"
@@ -24,74 +26,78 @@
 #include "cuda/passes/max_logits.h"
 #include "cuda/passes/unowned_rows.h"
 #include "cuda/passes/widened_inputs.h"
-#include "cuda/table/kernels.h"
-#include "cuda/table/options.h"
+#include "cuda/table/stages.h"
 
 namespace flashattn_ext {
 
-// The kernels of a table's rows. Rows: kTable; Kernel, the type of its entry points; and kernel<T, head dim, head dim
-// of v, options>(), those of one row; and needed(call), what a row must have for it.
-template <class Rows>
-class RowKernels {
+// The functions of a stage's rows.
+template <Stage kStage>
+class KernelsOf {
  public:
-  using Kernel = typename Rows::Kernel;
+  using Entries = EntriesOf<kStage>;
 
-  // The kernel of the first row that serves the call; nullptr: no row does. on_hopper: of the rows for that GPU.
-  static const Kernel* first(const KernelCall& call, bool on_hopper) {
-    const Kernels& kernels = call.type == kFp16   ? kHalf
-                             : call.type == kBf16 ? kBfloat
-                             : call.type == kFp32 ? kFloat
-                                                  : kFloat8;
-    for (size_t i = 0; i < kRows; ++i) {
-      const auto& row = Rows::kTable[i];
-      if (serves(row, Rows::needed(call)) && !(on_hopper && row.gpus == kOtherGpus)) return &kernels[i];
-    }
-    return nullptr;
+  static const Entries& at(const TableRow& row) {
+    const All& all = row.type == kFp16 ? kHalf : row.type == kBf16 ? kBfloat : row.type == kFp32 ? kFloat : kFloat8;
+    return all[static_cast<size_t>(row.row)];
   }
 
  private:
-  static constexpr size_t kRows = std::size(Rows::kTable);
-  using Kernels = std::array<Kernel, kRows>;
+  static constexpr size_t kRows = std::size(RowsOf<kStage>::kTable);
+  using All = std::array<Entries, kRows>;
 
   template <class T, size_t kRow>
-  static constexpr Kernel of_row() {
-    constexpr const auto& row = Rows::kTable[kRow];
-    if constexpr (row.types & kTypeOf<T>) {
-      return Rows::template kernel<T, row.head_dims.qk, row.head_dims.v, row.options>();
+  static constexpr Entries of_row() {
+    if constexpr (RowsOf<kStage>::kTable[kRow].types & kTypeOf<T>) {
+      return RowsOf<kStage>::template entries_of<T, kRow>();
     } else {
       return {};
     }
   }
   template <class T, size_t... kRow>
-  static constexpr Kernels of_rows(std::index_sequence<kRow...>) {
+  static constexpr All of_rows(std::index_sequence<kRow...>) {
     return {of_row<T, kRow>()...};
   }
   // In the order of the table, with empty entries for rows of other types.
-  static constexpr Kernels kHalf = of_rows<__half>(std::make_index_sequence<kRows>());
-  static constexpr Kernels kBfloat = of_rows<__nv_bfloat16>(std::make_index_sequence<kRows>());
-  static constexpr Kernels kFloat = of_rows<float>(std::make_index_sequence<kRows>());
-  static constexpr Kernels kFloat8 = of_rows<Float8>(std::make_index_sequence<kRows>());
+  static constexpr All kHalf = of_rows<__half>(std::make_index_sequence<kRows>());
+  static constexpr All kBfloat = of_rows<__nv_bfloat16>(std::make_index_sequence<kRows>());
+  static constexpr All kFloat = of_rows<float>(std::make_index_sequence<kRows>());
+  static constexpr All kFloat8 = of_rows<Float8>(std::make_index_sequence<kRows>());
 };
 
-// The same call with its inputs widened.
-inline KernelCall widened_call(KernelCall call) {
-  if (call.type == kE4m3) call.type = kBf16;
-  return call;
-}
-// Invariant calls in fp8 have the bits of decoding, which widens its caches.
-inline KernelCall forward_call(const AttnParams& p) {
-  const Options options = p.invariant ? invariant_options(options_of(p)) : options_of(p);
-  const KernelCall call{type_bit(p.dtype), p.head_dim, p.head_dim_v, options, p.row_maxima.data != nullptr,
-                        p.invariant};
-  return p.invariant ? widened_call(call) : call;
-}
-inline KernelCall backward_call(const AttnParams& p, Options options) {
-  return {type_bit(p.dtype), p.head_dim, p.head_dim_v, options};
+template <Stage kStage>
+const EntriesOf<kStage>& kernel_of(const TableRow& row) {
+  return KernelsOf<kStage>::at(row);
 }
 
-// Architecture: kName of the backend; kGpus, its GPUs in words; refuses_device(), empty on a GPU that can run the
-// kernels; forward(call), packed(call), backward(call), few_rows_backward(call), jvp(call) and second(call), the
-// kernels of a call or nullptr; special_backward(p, call), the kernel that comes before backward(call), or nullptr.
+// How the rows of a choice run that every architecture has.
+struct EveryGpu {
+  static void run_forward(const Choice& choice, const AttnParams& p) {
+    kernel_of<Stage::kSm80Forward>(choice.row).forward(p);
+  }
+  // Workspace beside copies of inputs.
+  static size_t forward_bytes(const Choice&, const AttnParams&) { return 0; }
+  static ChunkKernel chunk_kernel(const TableRow&) { return {}; }
+  static decode::PackedKernel packed_kernel(const TableRow&) { return {}; }
+  static decode::FewRowsKernel few_rows_kernel(const TableRow& row) {
+    const FewRowsRow& kernel = table_row<Stage::kFewRowsBackward>(row);
+    return {kernel_of<Stage::kFewRowsBackward>(row).backward, kernel.head_dim, decode::shared_bytes_of(kernel)};
+  }
+  static void run_backward(const TableRow& row, const AttnGradParams& p) {
+    kernel_of<Stage::kSm80Backward>(row).backward(p);
+  }
+  static size_t backward_bytes(const TableRow& row, const AttnGradParams& p) {
+    return kernel_of<Stage::kSm80Backward>(row).backward_bytes(p);
+  }
+  static void run_jvp(const TableRow& row, const JvpParams& p) { kernel_of<Stage::kSm80Jvp>(row).jvp(p); }
+  static size_t jvp_bytes(const TableRow&) { return 0; }
+  static void run_second(const TableRow& row, const SecondParams& p) { kernel_of<Stage::kSm80Second>(row).second(p); }
+  static size_t second_bytes(const TableRow& row, const SecondParams& p) {
+    return kernel_of<Stage::kSm80Second>(row).second_bytes(p);
+  }
+};
+
+// Architecture: kName of the backend; kGpus, its GPUs in words; kFamily; refuses_device(), empty on a GPU that can run
+// the kernels; and the functions of EveryGpu.
 template <class Architecture>
 class Dispatch {
  public:
@@ -121,52 +127,52 @@ class Dispatch {
   }
 
  private:
+  static Chooser chooser() { return Chooser(Architecture::kFamily, {multiprocessors(), most_shared_memory()}); }
+
+  static TableRow forward_row(const AttnParams& p) { return chooser().forward_row(forward_call(p)); }
   static bool has_kernels(const AttnParams& p, bool backward) {
-    return Architecture::forward(forward_call(p)) &&
-           (!backward || Architecture::backward(backward_call(p, options_of(p))));
+    return forward_row(p) && (!backward || chooser().backward_row(backward_call(p, options_of(p))));
   }
   static std::string supports(const AttnParams& p, bool backward) {
-    if (p.dtype == DType::kFloat64) return "float64 is supported on the CPU only; use float32";
+    if (p.dtype == DType::kFloat64) return kRefusesFloat64;
     if (!backward && p.invariant && !lacks_for_invariant(p).empty()) return refuses_invariant_call(p);
     if (!has_kernels(p, backward)) return refuses_options(p, backward);
-    const int shared = Architecture::forward(forward_call(p))->least_shared;
+    const int shared = least_shared(forward_row(p));
     const auto of_call = [](const AttnParams& near) {
-      const ForwardKernel* const kernel = Architecture::forward(forward_call(near));
-      return kernel ? kernel->least_shared : std::numeric_limits<int>::max();
+      const TableRow row = forward_row(near);
+      return row ? least_shared(row) : std::numeric_limits<int>::max();
     };
     std::string reason = most_shared_memory() < shared ? refuses_shared_memory(p, shared, "", of_call) : "";
     if (reason.empty()) reason = refuses_origin(p, Architecture::kGpus);
     return reason.empty() ? Architecture::refuses_device() : reason;
   }
-  // `invariant` is about out and lse: derivatives, like gradients, are those of the call without it.
-  static const JvpKernel* jvp_kernel(const AttnParams& p) { return Architecture::jvp(backward_call(p, options_of(p))); }
-  static const SecondKernel* second_kernel(const AttnParams& p) {
-    return Architecture::second(backward_call(p, options_of(p)));
-  }
+  static bool has_derivatives(const AttnParams& p) { return chooser().jvp_row(p) && chooser().second_row(p); }
   static std::string supports_derivatives(const AttnParams& p) {
-    if (p.dtype == DType::kFloat64) return "float64 is supported on the CPU only; use float32";
+    if (p.dtype == DType::kFloat64) return kRefusesFloat64;
     if (p.is_fp8) return refuses_fp8(p, Architecture::kName);
-    const JvpKernel* const kernel = jvp_kernel(p);
-    if (!kernel || !second_kernel(p)) {
+    if (!has_derivatives(p)) {
       return "forward mode and second derivatives of head dims above " +
-             std::to_string(
-                 nearest_head_dim(p, [](const AttnParams& near) { return jvp_kernel(near) && second_kernel(near); })) +
-             " are not implemented by the CUDA kernels, got " + std::to_string(p.head_dim) + " and " +
-             std::to_string(p.head_dim_v) +
+             std::to_string(nearest_head_dim(p, has_derivatives)) + " are not implemented by the CUDA kernels, got " +
+             std::to_string(p.head_dim) + " and " + std::to_string(p.head_dim_v) +
              "; use flashattn_ext.attention_reference (plain PyTorch, differentiable any number of times), or the CPU "
              "backend";
     }
-    if (most_shared_memory() < kernel->least_shared) {
-      return refuses_shared_memory(p, kernel->least_shared, "forward mode and second derivatives with ",
-                                   [](const AttnParams& near) { return jvp_kernel(near)->least_shared; });
+    const auto of_call = [](const AttnParams& near) { return least_shared(chooser().jvp_row(near)); };
+    if (most_shared_memory() < of_call(p)) {
+      return refuses_shared_memory(p, of_call(p), "forward mode and second derivatives with ", of_call);
     }
     const std::string reason = refuses_origin(p, Architecture::kGpus);
     return reason.empty() ? Architecture::refuses_device() : reason;
   }
+  // decode_call.cpp rejects head dims above 512, and page sizes that are not a multiple of 16 keys, for every device.
   static std::string supports_decode(const DecodeParams& p) {
     if (p.invariant) return supports_invariant_decode(p);
-    const std::string reason = decode::refuses(p);
-    return reason.empty() ? Architecture::refuses_device() : reason;
+    if (p.dtype == DType::kFloat64) return kRefusesFloat64;
+    if (!chooser().has_shared_memory(p)) {
+      return "float32 with head dims above 256 needs a GPU whose thread blocks may have 168 KB of shared memory; use "
+             "float16 or bfloat16";
+    }
+    return Architecture::refuses_device();
   }
   static std::string supports_invariant_decode(const DecodeParams& p) {
     if (!lacks_for_invariant(p).empty()) return refuses_invariant_call(p);
@@ -219,102 +225,92 @@ class Dispatch {
            "; use float16 or bfloat16, or the CPU backend";
   }
 
-  static const ForwardKernel& forward_of(const AttnParams& p) { return found(Architecture::forward(forward_call(p))); }
-  static const BackwardKernel& backward_of(const AttnGradParams& p) {
-    const KernelCall call = backward_call(p, options_of(p));
-    const BackwardKernel* const special = Architecture::special_backward(p, call);
-    return special ? *special : found(Architecture::backward(call));
+  // A choice that has a kernel.
+  static Choice checked(const Choice& choice) {
+    return choice.row ? choice : throw std::logic_error("a call without a kernel passed supports()");
   }
-  template <class Kernel>
-  static const Kernel& found(const Kernel* kernel) {
-    return kernel ? *kernel : throw std::logic_error("a call without a kernel passed supports()");
+  static Choice choice_of(const AttnParams& p) { return checked(chooser().forward(p)); }
+  static Choice choice_of(const DecodeParams& p) { return checked(chooser().decode(p)); }
+  static Choice choice_of(const AttnGradParams& p) { return checked(chooser().backward(p)); }
+  static TableRow jvp_row(const AttnParams& p) { return checked({chooser().jvp_row(p)}).row; }
+  static TableRow second_row(const AttnParams& p) { return checked({chooser().second_row(p)}).row; }
+
+  // A call that a choice of split-KV or chunks runs, with rows that the kernel can read.
+  static size_t split_bytes(const Choice& choice, const DecodeParams& p) {
+    if (choice.way == Way::kChunks) return decode::chunk_bytes(p, Architecture::chunk_kernel(choice.row));
+    if (choice.way == Way::kPacked) return decode::packed_bytes(p, Architecture::packed_kernel(choice.row));
+    return decode::workspace_bytes(p, split_kernel(choice.row));
+  }
+  static void run_split(const Choice& choice, const DecodeParams& p) {
+    if (choice.way == Way::kChunks) return decode::run_chunks(p, Architecture::chunk_kernel(choice.row));
+    if (choice.way == Way::kPacked) return decode::run_packed(p, Architecture::packed_kernel(choice.row));
+    decode::run(p, split_kernel(choice.row));
+  }
+  static decode::SplitKernel split_kernel(const TableRow& row) {
+    const DecodeRow& kernel = table_row<Stage::kDecode>(row);
+    return {kernel_of<Stage::kDecode>(row).split, decode::sizes_of(row.type, kernel), kernel.head_dim};
   }
 
-  // Whether q, k and v are still fp8: a prefill has already widened its keys and values.
-  static bool is_narrow(const AttnParams& p) { return p.dtype == DType::kFloat8; }
-  static bool widens(const AttnParams& p, const ForwardKernel& kernel) { return is_narrow(p) && !kernel.reads_fp8; }
   static size_t forward_workspace_bytes(const AttnParams& p) {
-    if (runs_in_chunks(p)) return decode::chunk_bytes(cached_call(p), chunk_kernel(p));
-    if (is_few_rows(p)) {
-      return cached_bytes(cached_call(p), true) + (is_narrow(p) ? 0 : static_cast<size_t>(aligned_copy_bytes(p)));
-    }
-    const ForwardKernel& kernel = forward_of(p);
-    const int64_t copies = widens(p, kernel) ? widened_bytes(p) : aligned_copy_bytes(p);
-    return kernel.workspace_bytes + (kernel.more_bytes ? kernel.more_bytes(p) : 0) + static_cast<size_t>(copies);
+    const Choice choice = choice_of(p);
+    if (choice.way == Way::kChunks) return split_bytes(choice, cached_call(p));  // it aligns its rows itself
+    const int64_t copies = choice.inputs == Inputs::kWidened   ? widened_bytes(p)
+                           : choice.inputs == Inputs::kAligned ? aligned_copy_bytes(p)
+                                                               : 0;
+    return static_cast<size_t>(copies) +
+           (choice.way == Way::kTiles ? Architecture::forward_bytes(choice, p) : split_bytes(choice, cached_call(p)));
   }
-  static const decode::FewRowsKernel* few_rows_kernel(const AttnGradParams& p) {
-    return Architecture::few_rows_backward(backward_call(p, options_of(p)));
-  }
-  static size_t backward_workspace_bytes(const AttnGradParams& p) {
-    const decode::FewRowsKernel* const own = few_rows_kernel(p);
-    const size_t bytes =
-        decode::is_few_rows(p, own) ? decode::few_rows_bytes(p, own) : backward_of(p).workspace_bytes(p);
-    return static_cast<size_t>(aligned_copy_bytes(p)) + bytes;
-  }
-  // The kernel of blocks of queries if the decoding call runs on it, else nullptr.
-  // aligned: whether its rows are, or copies of them will be.
-  static const decode::PackedKernel* packed_kernel(const DecodeParams& p, bool aligned) {
-    const decode::PackedKernel* const kernel = aligned ? Architecture::packed(forward_call(p)) : nullptr;
-    return decode::has_packed_rows(p, kernel) ? kernel : nullptr;
-  }
-  static bool is_few_rows(const AttnParams& p) { return decode::is_few_rows(p, Architecture::packed(forward_call(p))); }
-  // A prefill aligns its rows. Its packed sequences, which may have any order, must not be forwards with few rows.
-  static bool is_prefill(const DecodeParams& p) { return decode::is_prefill(p, packed_kernel(p, true) != nullptr); }
-  // Calls with a KV cache that are no prefill, and forwards with few rows.
-  static size_t cached_bytes(const DecodeParams& p, bool aligned) {
-    const decode::PackedKernel* const kernel = packed_kernel(p, aligned);
-    return kernel ? decode::packed_bytes(p, *kernel) : decode::workspace_bytes(p);
-  }
-  static void run_cached(const DecodeParams& p, bool aligned) {
-    const decode::PackedKernel* const kernel = packed_kernel(p, aligned);
-    kernel ? decode::run_packed(p, *kernel) : decode::run(p);
-  }
-  static ChunkKernel chunk_kernel(const AttnParams& p) {
-    const ForwardKernel& kernel = forward_of(p);
-    return kernel.chunks ? kernel.chunks() : ChunkKernel{};
-  }
-  static bool runs_in_chunks(const AttnParams& p) {
-    return p.invariant && decode::has_few_queries(p) && decode::has_chunks(cached_call(p), chunk_kernel(p));
-  }
-  static bool runs_few_queries(const AttnParams& p) { return runs_in_chunks(p) || is_few_rows(p); }
+  static bool runs_few_queries(const AttnParams& p) { return chooser().forward(p).way != Way::kTiles; }
   static void run_forward(const AttnParams& p) {
-    if (runs_in_chunks(p)) return decode::run_chunks(cached_call(p), chunk_kernel(p));
-    const bool is_few = is_few_rows(p);  // these kernels read fp8 as it is, with any alignment
-    if (is_few) return run_cached(cached_call(is_narrow(p) ? p : align_inputs(p)), true);
-    const ForwardKernel& kernel = forward_of(p);
-    kernel.run(widens(p, kernel) ? widen_inputs(p) : align_inputs(p));
+    const Choice choice = choice_of(p);
+    if (choice.way == Way::kChunks) return run_split(choice, cached_call(p));
+    const AttnParams call = choice.inputs == Inputs::kWidened   ? widen_inputs(p)
+                            : choice.inputs == Inputs::kAligned ? align_inputs(p)
+                                                                : p;
+    choice.way == Way::kTiles ? Architecture::run_forward(choice, call) : run_split(choice, cached_call(call));
   }
   static void forward(const AttnParams& p) {
     set_unowned_rows(p);
     run_forward(p);
   }
-  static bool has_chunks(const DecodeParams& p) { return p.invariant && decode::has_chunks(p, chunk_kernel(p)); }
+
   static size_t decode_workspace_bytes(const DecodeParams& p) {
-    if (!is_prefill(p)) return cached_bytes(p, decode::has_aligned_rows(p));
-    if (has_chunks(p)) return decode::chunk_bytes(p, chunk_kernel(p));
+    const Choice choice = choice_of(p);
+    if (choice.way != Way::kPrefill) return split_bytes(choice, p);
     return decode::prefill_bytes(p) + forward_workspace_bytes(decode::packed_call(p));
   }
   static void decode(const DecodeParams& p) {
-    if (!is_prefill(p)) return run_cached(p, decode::has_aligned_rows(p));
-    if (has_chunks(p)) return decode::run_chunks(p, chunk_kernel(p));
+    const Choice choice = choice_of(p);
+    if (choice.way != Way::kPrefill) return run_split(choice, p);
     const AttnParams packed = decode::begin_prefill(p);
     run_forward(packed);
     decode::finish_prefill(p, packed);
   }
+
+  static size_t backward_workspace_bytes(const AttnGradParams& p) {
+    const Choice choice = choice_of(p);
+    const size_t bytes = choice.way == Way::kFewRows
+                             ? decode::few_rows_bytes(p, Architecture::few_rows_kernel(choice.row))
+                             : Architecture::backward_bytes(choice.row, p);
+    return static_cast<size_t>(aligned_copy_bytes(p)) + bytes;
+  }
   static void backward(const AttnGradParams& p) {
     set_unowned_rows(p);
+    const Choice choice = choice_of(p);
     const AttnGradParams call = align_inputs(p);
-    const decode::FewRowsKernel* const own = few_rows_kernel(p);
-    decode::is_few_rows(p, own) ? decode::run_few_rows(call, own) : backward_of(p).run(call);
+    choice.way == Way::kFewRows ? decode::run_few_rows(call, Architecture::few_rows_kernel(choice.row))
+                                : Architecture::run_backward(choice.row, call);
   }
   static size_t jvp_workspace_bytes(const JvpParams& p) {
-    return static_cast<size_t>(aligned_copy_bytes(p)) + found(jvp_kernel(p)).workspace_bytes;
+    return static_cast<size_t>(aligned_copy_bytes(p)) + Architecture::jvp_bytes(jvp_row(p));
   }
-  static void jvp(const JvpParams& p) { found(jvp_kernel(p)).run(align_inputs(p)); }
+  static void jvp(const JvpParams& p) { Architecture::run_jvp(jvp_row(p), align_inputs(p)); }
   static size_t second_workspace_bytes(const SecondParams& p) {
-    return static_cast<size_t>(aligned_copy_bytes(p)) + found(second_kernel(p)).workspace_bytes(p);
+    return static_cast<size_t>(aligned_copy_bytes(p)) + Architecture::second_bytes(second_row(p), p);
   }
-  static void second(const SecondParams& p) { found(second_kernel(p)).run(align_inputs(p)); }
+  static void second(const SecondParams& p) { Architecture::run_second(second_row(p), align_inputs(p)); }
+
+  static constexpr const char* kRefusesFloat64 = "float64 is supported on the CPU only; use float32";
 };
 
 }  // namespace flashattn_ext

@@ -27,7 +27,7 @@ from torch.utils import _pytree
 
 from flashattn_ext import Mask
 from flashattn_ext.kept import outside_of_modes
-from flashattn_ext.mask import ALL_ROWS
+from flashattn_ext.mask_arguments import ALL_ROWS
 
 Operation = Callable[..., Any]
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import masking_utils
 
 from flashattn_ext import Mask
-from flashattn_ext.mask import ALL_ROWS
+from flashattn_ext.mask_arguments import ALL_ROWS
 
 from ._mask_tensors import layer_mask, window_code
 

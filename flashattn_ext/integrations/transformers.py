@@ -21,7 +21,7 @@ import flashattn_ext
 from flashattn_ext import Mask
 from flashattn_ext.decode import has_decoding
 from flashattn_ext.kept import KeptForTensors
-from flashattn_ext.mask import ALL_ROWS
+from flashattn_ext.mask_arguments import ALL_ROWS
 
 from . import _mask_tensors, _position_biases
 from ._mask_tensors import LayerMask

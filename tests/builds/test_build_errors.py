@@ -78,13 +78,19 @@ def test_a_build_with_an_old_compiler_says_which_is_needed(tmp_path: Path) -> No
     assert_stops_with_one_line(build(tmp_path, CXX=str(compiler)), "old-compiler", "GCC 9")
 
 
+def copy_list_of_sources(tmp_path: Path) -> None:
+    """What setup.py imports of csrc."""
+    for name in ("sources.py", "kernel_table.py"):
+        shutil.copy(ROOT / "csrc" / name, tmp_path / "csrc")
+
+
 def make_sources(tmp_path: Path, code: str = "") -> None:
     """Files in place of all sources: one has `code`, the others are empty."""
     names = re.findall(r'"(csrc/[\w/]+\.cpp)"', (ROOT / "setup.py").read_text())
     for name in names:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(code if name == names[0] else "")
-    shutil.copy(ROOT / "csrc" / "sources.py", tmp_path / "csrc")
+    copy_list_of_sources(tmp_path)
 
 
 def test_the_probe_compiles_with_the_standard_of_this_torch(tmp_path: Path) -> None:
@@ -283,7 +289,7 @@ runpy.run_path("setup.py", run_name="__main__")
 def test_debug_information_is_kept_on_demand(tmp_path: Path, given: str, flag: str) -> None:
     """Python's own flags include -g, which made nine tenths of the library. A compiler takes the last of several -g flags."""
     (tmp_path / "csrc").mkdir()
-    shutil.copy(ROOT / "csrc" / "sources.py", tmp_path / "csrc")
+    copy_list_of_sources(tmp_path)
     command = [sys.executable, "-c", SETUP_THAT_PRINTS_FLAGS]
     done = build(tmp_path, command, FLASHATTN_EXT_DEBUG=given, FLASHATTN_EXT_CUDA="0")
     assert done.returncode == 0, done.stderr
@@ -293,7 +299,7 @@ def test_debug_information_is_kept_on_demand(tmp_path: Path, given: str, flag: s
 
 def test_debug_information_that_is_neither_asked_for_nor_refused(tmp_path: Path) -> None:
     (tmp_path / "csrc").mkdir()
-    shutil.copy(ROOT / "csrc" / "sources.py", tmp_path / "csrc")
+    copy_list_of_sources(tmp_path)
     assert_stops_with_one_line(
         build(tmp_path, FLASHATTN_EXT_DEBUG="yes", FLASHATTN_EXT_CUDA="0"), "FLASHATTN_EXT_DEBUG", "'yes'"
     )
@@ -304,7 +310,7 @@ def test_wheel_gets_the_file_that_the_build_writes(tmp_path: Path) -> None:
     for name in ("setup.py", "pyproject.toml", "VERSION", "README.md"):
         shutil.copy(ROOT / name, tmp_path / name)
     (tmp_path / "csrc").mkdir()
-    shutil.copy(ROOT / "csrc" / "sources.py", tmp_path / "csrc")
+    copy_list_of_sources(tmp_path)
     ignored = shutil.ignore_patterns("__pycache__", "*.so", "_build_config.py")
     for package in ("flashattn_ext", "flashattn_ext_lab"):
         shutil.copytree(ROOT / package, tmp_path / package, ignore=ignored)

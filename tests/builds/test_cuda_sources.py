@@ -15,6 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "csrc"))
 
+import kernel_table  # noqa: E402
 import sources  # noqa: E402
 
 ROWS = sources.table()
@@ -27,9 +28,7 @@ PROGRAM = r"""
 #include <cstdio>
 #include <string>
 
-#include "cuda/sm80/kernels.h"
-#include "cuda/sm90/kernels.h"
-#include "cuda/decode/split/tiles.h"
+#include "cuda/choose.h"
 
 using namespace flashattn_ext;
 
@@ -39,16 +38,21 @@ void print(const char* array, const Row& row) {
               int(row.gpus), row.spill);
 }
 
-// The first row of the kernel that dispatch.cuh chooses.
-template <class Rows>
-std::string first(const char* array, const KernelCall& call, bool on_hopper) {
-  int i = -1;
-  for (const auto& row : Rows::kTable) {
+constexpr const char* kNames[] = {
+    "",
+#define STAGE(architecture, array, stage, header, entries) #array,
+#include "cuda/table/stages.def"
+};
+void run(const TableRow& row) { std::printf("run %s %d\n", kNames[int(row.stage)], row.row); }
+
+// Of a stage that runs only some of the calls that its rows serve.
+template <Stage kStage>
+void run_if_served(const KernelCall& call) {
+  int i = 0;
+  for (const auto& row : RowsOf<kStage>::kTable) {
+    if (serves(row, call) && row.gpus != kOtherGpus) return run({kStage, i, call.type});
     ++i;
-    if (!serves(row, Rows::needed(call)) || (on_hopper && row.gpus == kOtherGpus)) continue;
-    return array + std::string(" ") + std::to_string(i);
   }
-  return {};
 }
 
 int main() {
@@ -68,57 +72,49 @@ int main() {
     std::printf("row kDecode %u %d %d %d\n", row.types, row.head_dim, row.tile.rows(), row.spill);
   for (const auto& row : kernel_table::kFewRowsBackward)
     std::printf("row kFewRowsBackward %u %d %d %d\n", row.types, row.head_dim, 16 * row.row_tiles, row.spill);
+  const Chooser every(Family::kEveryGpu, {}), hopper(Family::kHopper, {});
   for (unsigned type : {1u, 2u, 4u}) {
     for (int qk = 1; qk <= 512; ++qk) {
       for (int v : {qk, 1, 128, 129, 512}) {
+        AttnParams p;
+        p.dtype = type == kFp16 ? DType::kFloat16 : type == kBf16 ? DType::kBFloat16 : DType::kFloat32;
+        p.head_dim = qk, p.head_dim_v = v;
         for (Options options : {kPlain, kDropout, kIntervals, kScores, kBias, kRare, kScores | kDropout}) {
           for (bool largest : {false, true}) {
             const KernelCall call{type, qk, v, options, largest};
-            std::string on_hopper = first<sm90::ForwardRows>("kSm90Forward", call, true);
-            if (on_hopper.empty()) on_hopper = first<sm80::ForwardRows>("kSm80Forward", call, true);
-            std::printf("run %s\nrun %s\n", first<sm80::ForwardRows>("kSm80Forward", call, false).c_str(), on_hopper.c_str());
-            const std::string packed = first<sm90::PackedRows>("kSm90Packed", call, true);
-            if (!packed.empty()) std::printf("run %s\n", packed.c_str());  // others run the kernels of decode/
+            run(every.forward_row(call)), run(hopper.forward_row(call));
+            run_if_served<Stage::kSm90Packed>(call);  // others run the kernels of decode/
             if (largest) continue;
-            on_hopper = first<sm90::BackwardRows>("kSm90Backward", call, true);
-            if (on_hopper.empty()) on_hopper = first<sm80::BackwardRows>("kSm80Backward", call, true);
-            std::printf("run %s\nrun %s\n", first<sm80::BackwardRows>("kSm80Backward", call, false).c_str(), on_hopper.c_str());
-            std::printf("hopper %s\n", on_hopper.c_str());
-            if (options == kPlain) {
-              const std::string groups = first<sm90::BackwardRows>("kSm90Backward", {type, qk, v, kGroups}, true);
-              if (!groups.empty()) std::printf("run %s\n", groups.c_str());  // where query heads of a group add up
-            }
-            const std::string heads = first<sm90::HeadRows>("kSm90Heads", call, true);
-            if (!heads.empty()) std::printf("run %s\n", heads.c_str());  // others, and calls of few or long sequences, run the row above
-            const std::string resident = first<sm90::ResidentRows>("kSm90Resident", call, true);
-            if (!resident.empty()) std::printf("run %s\n", resident.c_str());  // others run those of decode/ or of many queries
-            if (qk > 256 || v > 256) continue;  // supports() refuses derivatives above
-            on_hopper = first<sm90::JvpRows>("kSm90Jvp", call, true);
-            if (on_hopper.empty()) on_hopper = first<sm80::JvpRows>("kSm80Jvp", call, true);
-            std::printf("run %s\nrun %s\n", first<sm80::JvpRows>("kSm80Jvp", call, false).c_str(), on_hopper.c_str());
-            on_hopper = first<sm90::SecondRows>("kSm90Second", call, true);
-            if (on_hopper.empty()) on_hopper = first<sm80::SecondRows>("kSm80Second", call, true);
-            std::printf("run %s\nrun %s\n", first<sm80::SecondRows>("kSm80Second", call, false).c_str(), on_hopper.c_str());
+            run(every.backward_row(call)), run(hopper.backward_row(call));
+            const TableRow row = hopper.backward_row(call);
+            std::printf("hopper %s %d\n", kNames[int(row.stage)], row.row);
+            // Where query heads of a group add up.
+            if (options == kPlain) run_if_served<Stage::kSm90Backward>({type, qk, v, kGroups});
+            run_if_served<Stage::kSm90Heads>(call);     // others, and few or long sequences, run the row above
+            run_if_served<Stage::kSm90Resident>(call);  // others run those of decode/ or of many queries
+            if (qk > 256 || v > 256) continue;          // supports() refuses derivatives above
+            AttnParams q = p;
+            if (options & kDropout) q.dropout_threshold = 128;
+            if (options & kIntervals) q.intervals.data = reinterpret_cast<const int32_t*>(&q);
+            if (options & kScores) q.softcap = 1;
+            if (options == kBias) q.bias = {&q, p.dtype, 0, 0, 0};
+            if (options == kRare) q.origin.length_mask = 0;
+            run(every.jvp_row(q)), run(hopper.jvp_row(q));
+            run(every.second_row(q)), run(hopper.second_row(q));
           }
         }
         for (Options options : {kPlain, kIntervals, kGeneral}) {
           for (bool largest : {false, true}) {
             const KernelCall call{type, qk, v, options, largest, true};
-            std::string on_hopper = first<sm90::InvariantRows>("kSm90Invariant", call, true);
-            if (on_hopper.empty()) on_hopper = first<sm90::ForwardRows>("kSm90Forward", call, true);
-            if (on_hopper.empty()) on_hopper = first<sm80::ForwardRows>("kSm80Forward", call, true);
-            std::printf("run %s\nrun %s\n", first<sm80::ForwardRows>("kSm80Forward", call, false).c_str(), on_hopper.c_str());
+            run(every.forward_row(call)), run(hopper.forward_row(call));
           }
         }
         for (Options options : {kFp8, kFp8Scores, kFp8 | kIntervals, kFp8 | kRare}) {
           for (bool largest : {false, true}) {
             if (type != kBf16) continue;  // a prefill has widened fp8; the forward does where no kernel reads it
             const KernelCall call{type, qk, v, options, largest}, narrow{kE4m3, qk, v, options, largest};
-            if (qk <= 256 && v <= 256)
-              std::printf("run %s\n", first<sm90::ForwardRows>("kSm90Forward", narrow, true).c_str());
-            std::string on_hopper = first<sm90::ForwardRows>("kSm90Forward", call, true);
-            if (on_hopper.empty()) on_hopper = first<sm80::ForwardRows>("kSm80Forward", call, true);
-            std::printf("run %s\nrun %s\n", first<sm80::ForwardRows>("kSm80Forward", call, false).c_str(), on_hopper.c_str());
+            if (qk <= 256 && v <= 256) run(hopper.forward_row(narrow));
+            run(every.forward_row(call)), run(hopper.forward_row(call));
           }
         }
       }
@@ -142,19 +138,15 @@ def compiled() -> list[str]:
     return [*dict.fromkeys(printed.splitlines())]
 
 
-def array_of(row: sources.Row) -> str:
-    return next(name for name, its in sources.ARRAYS.items() if its == (row.architecture, row.stage))
-
-
 def test_python_reads_the_rows_that_the_compiler_reads() -> None:
     bits, gpus = {"fp16": 1, "bf16": 2, "fp32": 4, "fp8": 16}, ["kHopper", "kOtherGpus", "kEveryGpu"]
     expected = collections.Counter()
     for row in ROWS:
-        about: list[object] = [array_of(row), sum(bits[dtype] for dtype in row.dtypes), row.head_dim]
+        about: list[object] = [row.array, sum(bits[dtype] for dtype in row.dtypes), row.head_dim]
         if row.architecture == "decode":
             about.append(row.packed_rows)
         else:
-            about += [row.head_dim_v, sources.option_bits()[row.options], gpus.index(row.gpus)]
+            about += [row.head_dim_v, kernel_table.option_bits()[row.options], gpus.index(row.gpus)]
         about.append(-1 if row.spill is None else row.spill)
         expected["row " + " ".join(map(str, about))] += 1
     assert set(expected.values()) == {1}, "two rows for one kernel"
@@ -165,14 +157,16 @@ def test_every_call_has_a_kernel_and_every_kernel_has_calls() -> None:
     runs = {line.removeprefix("run ") for line in compiled() if line.startswith("run ")}
     assert "" not in runs
     of_array = {
-        name: [row for row in ROWS if array_of(row) == name] for name in sources.ARRAYS if name[1:5] in ("Sm80", "Sm90")
+        name: [row for row in ROWS if row.array == name]
+        for name in kernel_table.stages()
+        if name[1:5] in ("Sm80", "Sm90")
     }
     assert runs == {f"{name} {i}" for name, rows in of_array.items() for i in range(len(rows))}
 
 
 def test_hopper_compiles_the_kernels_of_sm80_that_its_dispatch_picks() -> None:
     """And no others: a row for every GPU is one that a call on Hopper runs."""
-    rows = [row for row in ROWS if array_of(row) == "kSm80Backward"]
+    rows = [row for row in ROWS if row.array == "kSm80Backward"]
     picked = {int(line.split()[-1]) for line in compiled() if line.startswith("hopper kSm80Backward")}
     assert picked == {i for i, row in enumerate(rows) if row.gpus == "kEveryGpu"}
 
@@ -182,7 +176,7 @@ def test_gradients_of_one_class_have_one_layout() -> None:
     for array in ("kSm80Backward", "kSm80Second"):
         tiles = collections.defaultdict(set)
         for row in ROWS:
-            if array_of(row) == array:
+            if row.array == array:
                 tiles[row.dtypes, row.head_dim].add(row.tiles)
         assert tiles and all(len(its) == 1 for its in tiles.values())
 
@@ -202,8 +196,8 @@ def test_a_note_that_ends_in_a_colon_is_for_the_rows_below(tmp_path: Path, monke
     lines += [f"{row(96)}  // 600 / 500", row(128), "    // another reason:", row(256), "};"]
     lines += [array.format("kSm90Heads"), row(64), "};"]
     (tmp_path / "kernel_table.h").write_text("\n".join(lines))
-    monkeypatch.setattr(sources, "TABLE", tmp_path / "kernel_table.h")
-    rows = sources.table.__wrapped__()
+    monkeypatch.setattr(kernel_table, "TABLE", tmp_path / "kernel_table.h")
+    rows = kernel_table.table.__wrapped__()
     assert [row.note for row in rows] == ["", "500 / 400", "600 / 500", "", "", ""]
     assert [row.group for row in rows] == [*["why, in two lines"] * 4, "another reason", ""]
     notes = ["- 80, plain: 500 / 400", "- 96, plain: 600 / 500", "- 64 to 128, plain: why, in two lines"]
@@ -211,22 +205,22 @@ def test_a_note_that_ends_in_a_colon_is_for_the_rows_below(tmp_path: Path, monke
 
 
 def test_tiles_compete_unless_the_shared_memory_of_the_gpu_chooses() -> None:
-    by_memory = {array_of(row) for row in ROWS if len(row.tiles) > 1 and len(row.competing) == 1}
+    by_memory = {row.array for row in ROWS if len(row.tiles) > 1 and len(row.competing) == 1}
     assert by_memory == {"kSm80Forward", "kSm80Backward", "kSm80Second"}
-    assert {row.head_dim for row in ROWS if array_of(row) == "kSm80Forward" and row.competing != row.tiles} == {
+    assert {row.head_dim for row in ROWS if row.array == "kSm80Forward" and row.competing != row.tiles} == {
         384,
         512,
     }
-    compete = {array_of(row) for row in ROWS if len(row.competing) > 1}
+    compete = {row.array for row in ROWS if len(row.competing) > 1}
     assert compete == {"kSm80Forward", "kSm90Forward", "kSm90Backward", "kSm90Jvp"}  # what `bench tune` has calls for
 
 
 def test_a_line_that_is_not_a_row_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = sources.TABLE.read_text().replace("    {k16Bit, 96,  kPlain,", "    {k16Bit, 96,  kPlain,  # ", 1)
+    text = kernel_table.TABLE.read_text().replace("    {k16Bit, 96,  kPlain,", "    {k16Bit, 96,  kPlain,  # ", 1)
     (tmp_path / "kernel_table.h").write_text(text.replace("}},\n", "}}\n", 1))
-    monkeypatch.setattr(sources, "TABLE", tmp_path / "kernel_table.h")
+    monkeypatch.setattr(kernel_table, "TABLE", tmp_path / "kernel_table.h")
     with pytest.raises(ValueError, match="not a row of kSm80Forward"):
-        sources.table.__wrapped__()
+        kernel_table.table.__wrapped__()
 
 
 # Sources
@@ -237,14 +231,24 @@ def test_every_row_is_instantiated_once() -> None:
     defined = re.findall(r"^template (.*);$", texts, re.M)
     assert len(defined) == len({*defined})
     assert {*defined} == {function for row in ROWS for dtype in row.dtypes for function in row.functions(dtype)}
-    declared = {
-        folder: re.findall(
-            r"^(?:void|bool|size_t|int|TileSizes) (\w+)\(", (ROOT / "csrc/cuda" / header).read_text(), re.M
-        )
-        for folder, header in (("sm80", "sm80/kernels.h"), ("sm90", "sm90/kernels.h"))
-    }
-    for folder, names in declared.items():
-        assert {*names} == {*re.findall(rf"^template \w+ flashattn_ext::{folder}::(\w+)<", texts, re.M)}
+
+
+def test_every_stage_has_rows_and_a_header_that_defines_its_functions() -> None:
+    assert {*kernel_table.stages()} == {row.array for row in ROWS}
+    for stage in kernel_table.stages().values():
+        text = (ROOT / "csrc" / stage.header).read_text()
+        for function in stage.functions:
+            result, name = re.match(r"(\w+) flashattn_ext::\w+::(\w+)<", function).groups()
+            assert re.search(rf"^{result} {name}\(", text, re.M), f"{stage.header} does not define {name}"
+
+
+def test_a_line_that_is_not_a_stage_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "stages.def").write_text(
+        kernel_table.STAGES.read_text().replace("STAGE(sm90, kSm90Jvp,", "STAGE(kSm90Jvp,")
+    )
+    monkeypatch.setattr(kernel_table, "STAGES", tmp_path / "stages.def")
+    with pytest.raises(ValueError, match=r"not a stage: STAGE\(kSm90Jvp"):
+        kernel_table.stages.__wrapped__()
 
 
 def test_rows_of_a_source_are_for_the_same_gpus() -> None:
@@ -256,12 +260,7 @@ def test_rows_of_a_source_are_for_the_same_gpus() -> None:
 def test_dispatch_refers_to_every_kernel(tmp_path: Path) -> None:
     """The functions that the compiled dispatch files need are those that the sources of the table define."""
     used = set()
-    for name in (
-        "sm80/dispatch.cu",
-        "sm90/dispatch.cu",
-        "decode/split/decode.cu",
-        "decode/few_rows/few_rows_backward.cu",
-    ):
+    for name in ("sm80/dispatch.cu", "sm90/dispatch.cu"):
         target = "-gencode=arch=compute_80,code=sm_80"
         command = [NVCC, "-std=c++17", "-DFLASHATTN_EXT_SM90", f"-I{ROOT / 'csrc'}", target]
         subprocess.run([*command, "-c", str(ROOT / "csrc/cuda" / name), "-o", tmp_path / "a.o"], check=True)
@@ -271,11 +270,11 @@ def test_dispatch_refers_to_every_kernel(tmp_path: Path) -> None:
     for function in re.findall(r"^template \S+ ([^(]*)\(", "".join(sources.cuda_instances(sm90=True).values()), re.M):
         spelled = re.sub(
             r"flashattn_ext::(k\w+)",
-            lambda found: f"(flashattn_ext::Options){sources.option_bits()[found[1]]}",
+            lambda found: f"(flashattn_ext::Options){kernel_table.option_bits()[found[1]]}",
             function,
         )
         defined.add(spelled)
-    assert {function for function in used if "::combine<" not in function} == defined
+    assert used == defined
 
 
 def test_without_hopper() -> None:
@@ -427,14 +426,14 @@ def test_kernels_spill_what_their_rows_allow(tmp_path: Path, kernel: str, allowe
 
 def test_rows_name_their_kernels() -> None:
     """The limit of another row is not taken for one's own: names of a source's kernels match one row each, in joined sources too."""
-    of_stages: dict[tuple[str, str], list[tuple[sources.Row, str]]] = {}
+    of_stages: dict[tuple[str, str], list[tuple[kernel_table.Row, str]]] = {}
     for rows in sources.rows_of_sources(sm90=True).values():
         of_stages.setdefault((rows[0][0].architecture, rows[0][0].stage), []).extend(rows)
     for rows in of_stages.values():
         for row, dtype in rows:
             arguments = {"fp16": "6__half", "bf16": "13__nv_bfloat16", "fp32": "f", "fp8": "NS_6Float8E"}[dtype]
             if row.options:
-                last = f"LNS_7OptionsE{sources.option_bits()[row.options]}E"
+                last = f"LNS_7OptionsE{kernel_table.option_bits()[row.options]}E"
             else:
                 last = f"Li{row.packed_rows // (1 if row.stage == 'split' else 16)}E"
             values = f"Li{row.head_dim_v}E" if row.architecture == "sm90" else ""

@@ -16,15 +16,15 @@ import flashattn_ext
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "csrc"))
 
-import sources
+import kernel_table
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 PATHS = [name.removeprefix("cuda-") for name in flashattn_ext.build_info()["backends"] if name.startswith("cuda-")]
 HOPPER = "cuda-sm90" in flashattn_ext.build_info()["backends"] and torch.cuda.get_device_capability() == (9, 0)
-OPTIONS = sources.option_bits()
+OPTIONS = kernel_table.option_bits()
 
 
-def row_of(family: str, stage: str, D: int, Dv: int, dropout: bool) -> sources.Row | None:
+def row_of(family: str, stage: str, D: int, Dv: int, dropout: bool) -> kernel_table.Row | None:
     """The row of the table that a call without other options runs."""
     allowed = [
         name
@@ -32,7 +32,9 @@ def row_of(family: str, stage: str, D: int, Dv: int, dropout: bool) -> sources.R
         if bits <= OPTIONS["kGeneral"] and (bits & OPTIONS["kDropout"] or not dropout)
     ]
     rows = [
-        row for row in sources.table() if (row.architecture, row.stage) == (family, stage) and row.options in allowed
+        row
+        for row in kernel_table.table()
+        if (row.architecture, row.stage) == (family, stage) and row.options in allowed
     ]
     fitting = (row for row in rows if "bf16" in row.dtypes and row.head_dim >= D and row.head_dim_v >= Dv)
     return next(fitting, None)
@@ -42,7 +44,7 @@ def row_of(family: str, stage: str, D: int, Dv: int, dropout: bool) -> sources.R
 TILES = sorted(
     {
         (f"cuda-{row.architecture}", row.head_dim, row.head_dim_v, dropout)
-        for row in sources.table()
+        for row in kernel_table.table()
         for dropout in (False, True)
         if row.stage in ("forward", "backward") and (HOPPER or row.architecture != "sm90")
         if row_of(row.architecture, row.stage, row.head_dim, row.head_dim_v, dropout) is row

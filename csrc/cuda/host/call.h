@@ -1,5 +1,7 @@
-// Sizes that dense and packed calls define differently.
+// Sizes of a call, and how its rows are placed in memory.
 #pragma once
+
+#include <algorithm>
 
 #include "params.h"
 
@@ -15,5 +17,30 @@ inline int64_t key_bytes(const AttnParams& p) { return bytes_of(p.is_fp8 ? DType
 inline int64_t batch_entries(const AttnParams& p) { return p.is_varlen() ? 1 : p.batch; }
 inline int64_t query_rows(const AttnParams& p) { return p.is_varlen() ? p.total_q : p.seqlen_q; }
 inline int64_t key_rows(const AttnParams& p) { return p.is_varlen() ? p.total_k : p.seqlen_k; }
+
+// Tiles of `tile` rows; at least one, because a sequence may have more rows than the host knows.
+inline int64_t tile_count(int64_t rows, int64_t tile) { return std::max<int64_t>(1, (rows + tile - 1) / tile); }
+
+// Bytes of q, dout and dq, which is summed in fp32, of the query heads of a KV head.
+inline int64_t group_bytes(const AttnGradParams& p, int64_t element_bytes) {
+  const int64_t row_bytes = p.head_dim * (element_bytes + 4) + p.head_dim_v * element_bytes;
+  return p.seqlen_q * row_bytes * p.group_size();
+}
+
+// Whether rows of `columns` elements can be read in place: in whole 16-byte vectors.
+inline bool rows_are_aligned(const TensorView& t, int64_t columns, int64_t element_bytes) {
+  constexpr int64_t kVector = 16;  // bytes
+  const auto aligned = [](int64_t bytes) { return bytes % kVector == 0; };
+  return aligned(reinterpret_cast<int64_t>(t.data)) && aligned(columns * element_bytes) &&
+         aligned(t.batch_stride * element_bytes) && aligned(t.head_stride * element_bytes) &&
+         aligned(t.row_stride * element_bytes);
+}
+
+// The end of the memory that a [batch][heads][rows][columns] tensor occupies.
+inline const void* end_of(const TensorView& t, int64_t batch, int64_t heads, int64_t rows, int64_t columns,
+                          int64_t element_bytes) {
+  const int64_t last = (batch - 1) * t.batch_stride + (heads - 1) * t.head_stride + (rows - 1) * t.row_stride;
+  return static_cast<const char*>(t.data) + (last + columns) * element_bytes;
+}
 
 }  // namespace flashattn_ext

@@ -9,8 +9,9 @@
 namespace flashattn_ext {
 
 constexpr int kChunkKeys = 4096;  // the least keys of a chunk, which is whole tiles of keys
+constexpr int tiles_of_chunk(int tile_keys) { return (kChunkKeys + tile_keys - 1) / tile_keys; }
 template <int kTileKeys>
-constexpr int kTilesOfChunk = (kChunkKeys + kTileKeys - 1) / kTileKeys;
+constexpr int kTilesOfChunk = tiles_of_chunk(kTileKeys);
 
 // The softmax of a row over some chunks: the maximum that its weights are relative to, in units of log2, and their sum.
 struct ChunkSum {

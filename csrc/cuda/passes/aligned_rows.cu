@@ -125,19 +125,6 @@ Params aligned(const Params& p) {
 
 }  // namespace
 
-bool rows_are_aligned(const TensorView& t, int64_t columns, int64_t element_bytes) {
-  auto aligned = [](int64_t bytes) { return bytes % kVectorBytes == 0; };
-  return aligned(reinterpret_cast<int64_t>(t.data)) && aligned(columns * element_bytes) &&
-         aligned(t.batch_stride * element_bytes) && aligned(t.head_stride * element_bytes) &&
-         aligned(t.row_stride * element_bytes);
-}
-
-const void* end_of(const TensorView& t, int64_t batch, int64_t heads, int64_t rows, int64_t columns,
-                   int64_t element_bytes) {
-  const int64_t last = (batch - 1) * t.batch_stride + (heads - 1) * t.head_stride + (rows - 1) * t.row_stride;
-  return static_cast<const char*>(t.data) + (last + columns) * element_bytes;
-}
-
 int64_t aligned_copy_bytes(const AttnParams& p) { return copy_bytes(p); }
 int64_t aligned_copy_bytes(const AttnGradParams& p) { return copy_bytes(p); }
 int64_t aligned_copy_bytes(const JvpParams& p) { return copy_bytes(p); }

@@ -6,13 +6,6 @@
 
 namespace flashattn_ext {
 
-// Whether rows of `columns` elements can be read in place.
-bool rows_are_aligned(const TensorView& t, int64_t columns, int64_t element_bytes);
-
-// The end of the memory that a [batch][heads][rows][columns] tensor occupies.
-const void* end_of(const TensorView& t, int64_t batch, int64_t heads, int64_t rows, int64_t columns,
-                   int64_t element_bytes);
-
 // Bytes of workspace for copies of the inputs that are not aligned: q, k and v, in the backward dout (`out` is read
 // once, in place), and the tangents of q, k and v that a call has.
 int64_t aligned_copy_bytes(const AttnParams& p);

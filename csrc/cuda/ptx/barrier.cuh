@@ -57,7 +57,7 @@ __device__ __forceinline__ void named_barrier_arrive(int number, int threads) {
 
 // Orders this thread's ordinary shared memory accesses before later asynchronous ones (TMA, wgmma).
 __device__ __forceinline__ void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory"); }
-// The same for global memory.
+// Orders this thread's ordinary accesses to global memory before later asynchronous ones.
 __device__ __forceinline__ void fence_async_global() { asm volatile("fence.proxy.async.global;\n" ::: "memory"); }
 
 template <int kRegisters>

@@ -28,7 +28,7 @@ __device__ __forceinline__ void store_async(uint32_t to, const float (&x)[4], ui
                "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]), "r"(arrived)
                : "memory");
 }
-// The same with 4 bytes.
+// Starts storing 4 bytes there.
 __device__ __forceinline__ void store_async(uint32_t to, int x, uint32_t arrived) {
   asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];\n" ::"r"(to), "r"(x),
                "r"(arrived)
@@ -48,7 +48,7 @@ __device__ __forceinline__ void bulk_send(uint32_t to, const void* from, int byt
 __device__ __forceinline__ void barrier_arrive_in(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];\n" ::"r"(barrier) : "memory");
 }
-// The same if `wanted`, without a branch.
+// Arrives there if `wanted`, without a branch.
 __device__ __forceinline__ void barrier_arrive_in_if(bool wanted, uint32_t barrier) {
   asm volatile(
       "{\n.reg .pred wanted;\n"

@@ -42,7 +42,7 @@ __device__ __forceinline__ float rcp(float x) {
   asm("rcp.approx.ftz.f32 %0, %1;\n" : "=f"(y) : "f"(x));
   return y;
 }
-// The same, computed where it is used, in a branch say, and not kept in a register ahead of a loop.
+// 1 / x, computed where it is used, in a branch say, and not kept in a register ahead of a loop.
 __device__ __forceinline__ float rcp_here(float x) {
   float y;
   asm volatile("rcp.approx.ftz.f32 %0, %1;\n" : "=f"(y) : "f"(x));

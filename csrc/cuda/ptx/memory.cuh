@@ -29,7 +29,7 @@ __device__ __forceinline__ void stmatrix(void* row, const uint32_t (&r)[4]) {
                "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
                : "memory");
 }
-// The same for what ldmatrix_transposed loads.
+// Stores what ldmatrix_transposed loads.
 __device__ __forceinline__ void stmatrix_transposed(void* row, const uint32_t (&r)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};\n" ::"r"(shared_address(row)),
                "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
@@ -48,7 +48,7 @@ __device__ __forceinline__ void cp_async(void* to, const void* from, bool valid)
   const int bytes = valid ? 16 : 0;
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(shared_address(to)), "l"(from), "r"(bytes));
 }
-// The same for the first `bytes` of 16, 0 to 16: zeros follow them, and the other bytes are not read.
+// Starts copying the first `bytes` of 16, 0 to 16: zeros follow them, and the other bytes are not read.
 __device__ __forceinline__ void cp_async_part(void* to, const void* from, int bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(shared_address(to)), "l"(from), "r"(bytes));
 }

@@ -36,7 +36,7 @@ __device__ __forceinline__ void hold(float (&d)[N][4]) {
 #pragma unroll
   for (int n = 0; n < N; ++n) asm volatile("" : "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])::"memory");
 }
-// The same for A in registers, which products in flight read.
+// Keeps writes to the registers of A behind it, which products in flight read.
 template <int N>
 __device__ __forceinline__ void hold(uint32_t (&a)[N][4]) {
 #pragma unroll
@@ -55,7 +55,7 @@ struct Descriptor {
     return both;
   }
 };
-// The same in uniform registers. Where the compiler holds the address in a vector register, each product of a step
+// A descriptor in uniform registers. Where the compiler holds the address in a vector register, each product of a step
 // would otherwise move its own descriptor. All lanes of a warp make it together, from the same address.
 struct UniformDescriptor : Descriptor {
   __device__ __forceinline__ UniformDescriptor(const Descriptor& descriptor)
@@ -152,7 +152,7 @@ FLASHATTN_WGMMA_TYPES(224, 112, 113, 114, 115, 116, 117)
 FLASHATTN_WGMMA_TYPES(240, 120, 121, 122, 123, 124, 125)
 FLASHATTN_WGMMA_TYPES(256, 128, 129, 130, 131, 132, 133)
 
-// The same for e4m3, whose operands in shared memory are K-major: d = A B + (add ? d : 0) in both. Sums of products
+// Products in e4m3, whose operands in shared memory are K-major: d = A B + (add ? d : 0) in both. Sums of products
 // keep about 14 bits of mantissa. Lane l of warp w has of A the rows 16 * w + l / 4 + 8 * (i % 2), i = 0 ... 3, and of
 // each the columns 4 * (l % 4) + 16 * (i / 2) + (0 ... 3), from the low byte on.
 #define FLASHATTN_WGMMA_E4M3(N, I0, I1, I2, I3, I4, I5)                                                           \

@@ -5,8 +5,8 @@
 #include <type_traits>
 
 #include "cuda/score/distance_bias.cuh"
-#include "cuda/tile/elements.cuh"
-#include "cuda/tile/lane.cuh"
+#include "cuda/tile/tensor_core.cuh"
+#include "cuda/tile/warp.cuh"
 
 namespace flashattn_ext {
 

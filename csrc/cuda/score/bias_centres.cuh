@@ -4,8 +4,8 @@
 #pragma once
 
 #include "cuda/score/distance_bias.cuh"
-#include "cuda/tile/lane.cuh"
 #include "cuda/tile/tile.cuh"
+#include "cuda/tile/warp.cuh"
 
 namespace flashattn_ext {
 

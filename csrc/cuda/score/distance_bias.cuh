@@ -2,8 +2,6 @@
 // to the scores that a lane holds, in units of log2 (rules/bias.h has the definition).
 #pragma once
 
-#include "cuda/tile/elements.cuh"
-#include "cuda/tile/lane.cuh"
 #include "cuda/tile/rows.cuh"
 #include "cuda/tile/tensor_core.cuh"
 #include "cuda/tile/warp.cuh"
@@ -154,11 +152,12 @@ struct DistanceBias {
     }
   }
 
-  // The same for scores x whose logits are scale * x. Returns the scale for which scale * x are the logits afterwards.
+  // Adds the terms to scores x whose logits are scale * x. Returns the scale for which scale * x are the logits
+  // afterwards.
   __device__ __forceinline__ float add(float (&x)[kRowTiles][kColumnTiles][4], float scale) const {
     return add_all<false>(x, scale, nullptr);
   }
-  // The same for a tile that is not transposed. Terms that all logits of a row share are left to the caller, in
+  // Adds the terms of a tile that is not transposed. Those that all logits of a row share are left to the caller, in
   // rows[i].
   __device__ __forceinline__ float add(float (&x)[kRowTiles][kColumnTiles][4], float scale,
                                        float (&rows)[2 * kRowTiles]) const {

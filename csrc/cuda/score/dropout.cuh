@@ -2,7 +2,7 @@
 #pragma once
 
 #include "cuda/ptx/math.cuh"
-#include "cuda/tile/lane.cuh"
+#include "cuda/tile/warp.cuh"
 #include "params.h"
 #include "rules/dropout.h"
 

@@ -5,8 +5,8 @@
 #include <type_traits>
 
 #include "cuda/ptx/math.cuh"
-#include "cuda/tile/elements.cuh"
 #include "cuda/tile/rows.cuh"
+#include "cuda/tile/tensor_core.cuh"
 #include "rules/score.h"
 
 namespace flashattn_ext {
@@ -62,7 +62,7 @@ struct GeneralScore {
     if (!is_capped) return;
     each_element<kRowTiles, N>([&](int i, int n, int e) { x[i][n][e] = capped<T>().stored(x[i][n][e]); });
   }
-  // The same for one product of a capped rule. Returns the factor for the gradient of its logit.
+  // Stores one product of a capped rule. Returns the factor for the gradient of its logit.
   template <class T>
   __device__ __forceinline__ float cap(float* x) const {
     *x = capped<T>().stored(*x);
@@ -78,7 +78,7 @@ struct GeneralScore {
       each_element<kRowTiles, N>([&](int i, int n, int e) { x[i][n][e] *= factor; });
     }
   }
-  // The same for products of which those of row g + 8 r of row tile i still lack the factor scale[i][r].
+  // Makes logits of products of which those of row g + 8 r of row tile i still lack the factor scale[i][r].
   template <class T, int kRowTiles, int N>
   __device__ __forceinline__ void make_logits(float (&x)[kRowTiles][N][4], const float (&scale)[kRowTiles][2]) const {
     if (is_capped) {

@@ -5,8 +5,8 @@
 // no row, key or tile outside the sequence results from them.
 #pragma once
 
-#include "cuda/tile/lane.cuh"
 #include "cuda/tile/rows.cuh"
+#include "cuda/tile/warp.cuh"
 
 namespace flashattn_ext {
 
@@ -178,7 +178,7 @@ struct IntervalsOfRow {
   const int2* pairs;
 };
 
-// The same for rows of different heads, whose intervals lie in global memory. keys: how many have intervals; first:
+// Hides keys from rows of different heads, whose intervals lie in global memory. keys: how many have intervals; first:
 // this lane's first key. row_of(i, r): the IntervalsOfRow of row g (r = 0) or g + 8 of row tile i.
 template <int kRowTiles, int N, class RowOf>
 __device__ __forceinline__ void hide_keys_by_interval_of(float (&x)[kRowTiles][N][4], int keys, int first,
@@ -265,8 +265,8 @@ __device__ __forceinline__ EarlierKeyTile key_tile_before(const KeyExtremes& ext
   return {-1, {0, 0}};
 }
 
-// The same for one query tile of the walk of a key tile. nearest: the result for all rows of the walk together, which
-// holds for most of its query tiles.
+// The number of that tile for one query tile of the walk of a key tile. nearest: the result for all rows of the walk
+// together, which holds for most of its query tiles.
 template <int kKeys>
 __device__ __forceinline__ int key_tile_before(const KeyExtremes& extremes, const Mask32& mask,
                                                const EarlierKeyTile& nearest, const Limits& rows,

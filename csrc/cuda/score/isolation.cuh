@@ -51,9 +51,9 @@ __device__ __forceinline__ bool isolate_rows(T* tile, const Each& each) {
   return true;
 }
 
-// The same for a tile in panels: each of kWarps warps handles its own rows, four at a time. Every lane of a warp calls
-// it. Returns whether the warp has such a row; then one lane per row calls each(row, whether it is finite), and
-// ptx::fence_async_shared has to follow before the tile is used.
+// Zeroes rows with an element that is not finite in a tile of panels: each of kWarps warps handles its own rows, four
+// at a time. Every lane of a warp calls it. Returns whether the warp has such a row; then one lane per row calls
+// each(row, whether it is finite), and ptx::fence_async_shared has to follow before the tile is used.
 template <int kWarps, class T, int kPanels, int kRows, class Each>
 __device__ __forceinline__ bool isolate_panel_rows(T (&tile)[kPanels][kRows][kPanelColumns], int warp,
                                                    const Each& each) {

@@ -14,8 +14,8 @@
 #include <climits>
 
 #include "cuda/score/scores.cuh"
-#include "cuda/tile/elements.cuh"
-#include "cuda/tile/lane.cuh"
+#include "cuda/tile/tensor_core.cuh"
+#include "cuda/tile/warp.cuh"
 
 namespace flashattn_ext {
 
@@ -35,8 +35,8 @@ __device__ __forceinline__ float mark_of_one_weight() { return __int_as_float(IN
 __device__ __forceinline__ bool is_mark_of_one_weight(float lse) { return __float_as_int(lse) == INT_MIN + 1; }
 __device__ __forceinline__ bool is_mark(float lse) { return __float_as_int(lse) <= INT_MIN + 1; }
 
-// The same for kernels that always subtract the second word: a mark replaces the first word of rows that round
-// products. The mark of one weight is in the second word.
+// The two words of a row for kernels that always subtract the second one: a mark replaces the first word of rows that
+// round products. The mark of one weight is in the second word.
 __device__ __forceinline__ float first_word(float top) {
   return rounds_products(top) && top < infinity() ? -0.f : top + 0.f;
 }
@@ -115,8 +115,9 @@ __device__ __forceinline__ void subtract_words(float (&x)[kKeyTiles][N][4], cons
   }
 }
 
-// The same for the products of a warp's part of a step, if a row has a mark. Kernel: the backward or second derivatives
-// of ../sm80/; row0: the first query of the step. With kTopAlone the ordinary arithmetic subtracts the second word.
+// Subtracts the words from the products of a warp's part of a step, if a row has a mark. Kernel: the backward or second
+// derivatives of ../sm80/; row0: the first query of the step. With kTopAlone the ordinary arithmetic subtracts the
+// second word.
 template <bool kTopAlone, class Kernel, class Score, int kKeyTiles, int N>
 __device__ __forceinline__ void subtract_words_of_marked(const Kernel& kernel, float (&x)[kKeyTiles][N][4],
                                                          const Score& score, int h, int row0) {
@@ -136,7 +137,7 @@ __device__ __forceinline__ void clear_rows_of_marked(const Kernel& kernel, float
   if (has_mark<8 * N>(marks)) clear_rows_of_one_weight(dp, marks);
 }
 
-// The same for scores of which a lane has rows g and g + 8 of each row tile. words_of(i, r): of these rows.
+// Subtracts them from scores of which a lane has rows g and g + 8 of each row tile. words_of(i, r): of these rows.
 template <class Score, int kRowTiles, int N, class WordsOf>
 __device__ __forceinline__ void subtract_words_of_rows(float (&x)[kRowTiles][N][4], const Score& score,
                                                        const float (&lse)[kRowTiles][2], const WordsOf& words_of) {

@@ -18,8 +18,9 @@
 
 #include <type_traits>
 
+#include "cuda/score/bias.cuh"
 #include "cuda/score/bias_centres.cuh"
-#include "cuda/score/general_scores.cuh"
+#include "cuda/score/general_score.cuh"
 #include "cuda/score/scores.cuh"
 
 namespace flashattn_ext {

@@ -9,8 +9,6 @@
 
 #include "cuda/score/dropout.cuh"
 #include "cuda/table/options.h"
-#include "cuda/tile/elements.cuh"
-#include "cuda/tile/lane.cuh"
 #include "cuda/tile/rows.cuh"
 #include "cuda/tile/tensor_core.cuh"
 #include "cuda/tile/warp.cuh"
@@ -99,7 +97,7 @@ __device__ __forceinline__ void hide_keys_of(float (&x)[kRowTiles][N][4], const 
     }
   }
 }
-// The same for adjacent queries. row: of this lane's first score.
+// Hides keys from adjacent queries. row: of this lane's first score.
 template <bool kBefore, bool kAfter, int kRowTiles, int N, class Mask>
 __device__ __forceinline__ void hide_keys(float (&x)[kRowTiles][N][4], const Mask& mask, int row, int key) {
   hide_keys_of<kBefore, kAfter>(x, mask, [row](int i, int r) { return row + 16 * i + 8 * r; }, key);
@@ -129,7 +127,7 @@ struct OnlineSoftmax {
     const float sinks[2] = {sink, sink};
     start(sinks);
   }
-  // The same where the rows are of different heads.
+  // Starts rows of different heads.
   __device__ __forceinline__ void start(const float (&sinks)[2]) {
     if constexpr (kTellsLargest) largest_logit = -infinity();
 #pragma unroll
@@ -168,7 +166,7 @@ struct OnlineSoftmax {
     const float all[2] = {all_of_first, quad_max(second)};
     weigh(x, all, rounded, score, rescale, take_sum, tolerance);
   }
-  // The same where other warps hold more scores of the rows. largest: over all warps.
+  // Weighs where other warps hold more scores of the rows. largest: over all warps.
   template <class Score, int N, class Rescale, class TakeSum = IgnoreSum>
   __device__ __forceinline__ void weigh(float (&x)[N][4], const float (&largest)[2], const Score& score,
                                         float tolerance, const Rescale& rescale, const TakeSum& take_sum = {}) {
@@ -203,7 +201,7 @@ struct OnlineSoftmax {
       if (t() == r && p.row_maxima.data) write_largest(p, b, h, at, largest_logit);
     }
   }
-  // The same for both rows at once, of which row g is row `at`. exist: whether they are within the sequence.
+  // Writes both rows at once, of which row g is row `at`. exist: whether they are within the sequence.
   __device__ __forceinline__ void write(const AttnParams& p, int b, int h, int64_t at, const float (&totals)[2],
                                         const bool (&exist)[2]) const {
     const bool second = t() % 2;
@@ -365,9 +363,9 @@ __device__ __forceinline__ void weigh_and_differentiate(float (&weights)[kKeyTil
   }
 }
 
-// The same for one 16-key tile, with weights packed into 16 bits: packed, they are operands of the product for dv and
-// take half the registers. `weigh` and `differentiate` are separate, because products run in between; stored scores are
-// not kept from one to the other.
+// Weights and dS of one 16-key tile, with weights packed into 16 bits: packed, they are operands of the product for dv
+// and take half the registers. `weigh` and `differentiate` are separate, because products run in between; stored scores
+// are not kept from one to the other.
 template <class T, int kQueries, bool kDropout>
 struct PackedScores {
   using Core = TensorCore<T>;

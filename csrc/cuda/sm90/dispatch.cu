@@ -1,66 +1,74 @@
 // The backend "cuda-sm90": Hopper kernels for 16-bit types; calls that have none run the sm80/ kernels whose rows are
 // for every GPU.
 #include "cuda/dispatch.cuh"
-#include "cuda/sm80/kernels.h"
-#include "cuda/sm90/kernels.h"
-#include "cuda/stages/tile_order.cuh"
+#include "cuda/sm90/fp8/transposed_values.h"
+#include "cuda/sm90/shared/tiles.h"
 
 namespace flashattn_ext {
 namespace {
 
-// Whether the query heads of a group add up their dk and dv (QueryHeads in backward_heads.cuh), in any order, instead
-// of sharing a walk. It costs the additions, and pays in two cases. Walks over whole groups leave multiprocessors idle:
-// few of them are in one round, or there is one round only, in which causal walks differ in length. Or, with a right
-// bound, thread blocks soon read different query heads, since their walks differ in length, and the group is larger
-// than the L2 cache holds for all that run together.
-bool adds_over_groups(const AttnGradParams& p) {
-  constexpr int64_t kKeys = 128, kLargeGroup = 24 << 20;  // bytes
-  if (p.deterministic || p.heads_q <= p.heads_k) return false;
-  const int64_t tiles = tile_count(p.seqlen_k, kKeys) * p.batch * p.heads_k, at_once = multiprocessors();
-  const bool bounded = p.window_right != kUnbounded;
-  if (4 * tiles < 3 * at_once || (bounded && tiles <= at_once)) return true;
-  return bounded && p.window_left == kUnbounded && group_bytes(p, 2) >= kLargeGroup;
-}
-
-struct Sm90 {
+struct Sm90 : EveryGpu {
   static constexpr const char *kName = "cuda-sm90", *kGpus = "Hopper";
+  static constexpr Family kFamily = Family::kHopper;
 
   static std::string refuses_device() {
     if (compute_capability() == 90) return {};
     return wrong_device("9.0", "use 'cuda-sm80' there");
   }
-  static const ForwardKernel* forward(const KernelCall& call) {
-    if (call.is_invariant) {
-      if (const ForwardKernel* const kernel = RowKernels<sm90::InvariantRows>::first(call, true)) return kernel;
+
+  static void run_forward(const Choice& choice, const AttnParams& p) {
+    const TableRow& row = choice.row;
+    if (row.stage == Stage::kSm90Forward) return kernel_of<Stage::kSm90Forward>(row).forward(p, choice.transposes);
+    if (row.stage == Stage::kSm90Invariant) return kernel_of<Stage::kSm90Invariant>(row).invariant(p);
+    EveryGpu::run_forward(choice, p);
+  }
+  static size_t forward_bytes(const Choice& choice, const AttnParams& p) {
+    const TableRow& row = choice.row;
+    if (row.stage == Stage::kSm90Forward) {
+      const bool has_tiles = row.type == kE4m3 && !choice.transposes;
+      return sm90::kForwardBytes + (has_tiles ? sm90::transposed_bytes(p) : 0);
     }
-    if (const ForwardKernel* const own = RowKernels<sm90::ForwardRows>::first(call, true)) return own;
-    if (call.type == kE4m3) return forward(widened_call(call));
-    return RowKernels<sm80::ForwardRows>::first(call, true);
+    if (row.stage == Stage::kSm90Invariant) {
+      return sm90::kForwardBytes + kernel_of<Stage::kSm90Invariant>(row).invariant_bytes(p);
+    }
+    return EveryGpu::forward_bytes(choice, p);
   }
-  static const decode::PackedKernel* packed(const KernelCall& call) {
-    return RowKernels<sm90::PackedRows>::first(call, true);
+  static ChunkKernel chunk_kernel(const TableRow& row) {
+    ChunkKernel kernel = chunk_tile(row);
+    kernel.run = kernel_of<Stage::kSm90Invariant>(row).invariant_chunks;
+    return kernel;
   }
-  static const decode::FewRowsKernel* few_rows_backward(const KernelCall& call) {
-    return RowKernels<sm90::ResidentRows>::first(call, true);
+  static decode::PackedKernel packed_kernel(const TableRow& row) {
+    decode::PackedKernel kernel = packed_tile(row);
+    kernel.run = kernel_of<Stage::kSm90Packed>(row).packed;
+    return kernel;
   }
-  static const BackwardKernel* special_backward(const AttnGradParams& p, const KernelCall& call) {
-    const BackwardKernel* const heads = RowKernels<sm90::HeadRows>::first(call, true);
-    if (heads && heads->serves(p)) return heads;
-    KernelCall grouped = call;
-    grouped.options = call.options | kGroups;
-    return adds_over_groups(p) ? RowKernels<sm90::BackwardRows>::first(grouped, true) : nullptr;
+  static decode::FewRowsKernel few_rows_kernel(const TableRow& row) {
+    if (row.stage != Stage::kSm90Resident) return EveryGpu::few_rows_kernel(row);
+    return {kernel_of<Stage::kSm90Resident>(row).resident, table_row<Stage::kSm90Resident>(row).head_dims.qk};
   }
-  static const BackwardKernel* backward(const KernelCall& call) {
-    const BackwardKernel* const own = RowKernels<sm90::BackwardRows>::first(call, true);
-    return own ? own : RowKernels<sm80::BackwardRows>::first(call, true);
+  static void run_backward(const TableRow& row, const AttnGradParams& p) {
+    if (row.stage == Stage::kSm90Backward) return kernel_of<Stage::kSm90Backward>(row).backward(p);
+    if (row.stage == Stage::kSm90Heads) return kernel_of<Stage::kSm90Heads>(row).heads(p);
+    EveryGpu::run_backward(row, p);
   }
-  static const JvpKernel* jvp(const KernelCall& call) {
-    const JvpKernel* const own = RowKernels<sm90::JvpRows>::first(call, true);
-    return own ? own : RowKernels<sm80::JvpRows>::first(call, true);
+  static size_t backward_bytes(const TableRow& row, const AttnGradParams& p) {
+    if (row.stage == Stage::kSm90Backward) return kernel_of<Stage::kSm90Backward>(row).backward_bytes(p);
+    if (row.stage == Stage::kSm90Heads) return kernel_of<Stage::kSm90Heads>(row).heads_bytes(p);
+    return EveryGpu::backward_bytes(row, p);
   }
-  static const SecondKernel* second(const KernelCall& call) {
-    const SecondKernel* const own = RowKernels<sm90::SecondRows>::first(call, true);
-    return own ? own : RowKernels<sm80::SecondRows>::first(call, true);
+  static void run_jvp(const TableRow& row, const JvpParams& p) {
+    if (row.stage == Stage::kSm90Jvp) return kernel_of<Stage::kSm90Jvp>(row).jvp(p);
+    EveryGpu::run_jvp(row, p);
+  }
+  static size_t jvp_bytes(const TableRow& row) { return row.stage == Stage::kSm90Jvp ? sm90::kForwardBytes : 0; }
+  static void run_second(const TableRow& row, const SecondParams& p) {
+    if (row.stage == Stage::kSm90Second) return kernel_of<Stage::kSm90Second>(row).second(p);
+    EveryGpu::run_second(row, p);
+  }
+  static size_t second_bytes(const TableRow& row, const SecondParams& p) {
+    if (row.stage == Stage::kSm90Second) return kernel_of<Stage::kSm90Second>(row).second_bytes(p);
+    return EveryGpu::second_bytes(row, p);
   }
 };
 

@@ -5,8 +5,8 @@
 #include "cuda/ptx/grid.cuh"
 #include "cuda/stages/backward_prepare.cuh"
 #include "cuda/stages/tile_order.cuh"
-#include "cuda/tile/lane.cuh"
 #include "cuda/tile/operand_tile.cuh"
+#include "cuda/tile/warp.cuh"
 
 namespace flashattn_ext {
 

@@ -8,7 +8,6 @@
 
 #include "cuda/host/call.h"
 #include "cuda/host/launch.cuh"
-#include "cuda/passes/aligned_rows.h"
 #include "cuda/score/large_rows.cuh"
 #include "cuda/stages/backward_workspace.h"
 #include "cuda/tile/rows.cuh"

@@ -8,7 +8,6 @@
 
 #include "cuda/score/bias.cuh"
 #include "cuda/stages/backward_workspace.h"
-#include "cuda/tile/lane.cuh"
 #include "cuda/tile/warp.cuh"
 
 namespace flashattn_ext {
@@ -81,7 +80,7 @@ struct TileBiasGradient {
     }
   }
 
-  // The same for all query tiles at once, where only slopes and a relative bias can have gradients: no state is kept
+  // Adds all query tiles at once, where only slopes and a relative bias can have gradients: no state is kept
   // from one query tile to the next, and four bands at a time are added to memory.
   __device__ __forceinline__ void add_all(const float (&gradients)[kKeyTiles][kQueryTiles][4]) const {
     static_assert(!Bias::kHasElements && kRelative != RelativeGradient::kInAnyOrderOrExact);

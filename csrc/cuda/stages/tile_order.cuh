@@ -3,13 +3,10 @@
 
 #include <algorithm>
 
+#include "cuda/host/call.h"
 #include "cuda/host/device.h"
-#include "params.h"
 
 namespace flashattn_ext {
-
-// Tiles of `tile` rows; at least one, because a sequence may have more rows than the host knows.
-inline int64_t tile_count(int64_t rows, int64_t tile) { return std::max<int64_t>(1, (rows + tile - 1) / tile); }
 
 // Tiles are numbered section by section. A section is a set of heads (of all batch entries) whose data stay in the L2
 // cache together. In a section the first tiles of all heads come before the second ones. The last tiles of every head
@@ -46,9 +43,9 @@ struct TileGrid : TileOrder {
   // `tiles` or more when there is none left.
   __device__ int take(int takers) const { return tiles > takers ? takers + atomicAdd(taken, 1) : tiles; }
   __device__ int take() const { return take(static_cast<int>(gridDim.x)); }
-  // The same for a thread block whose last tile was `tile`. Without a counter a block moves on by one place in every
-  // round: otherwise, where the tiles of a head divide the thread blocks, some blocks would have all of the tiles that
-  // end a head, which may have fewer rows.
+  // The next tile for a thread block whose last tile was `tile`. Without a counter a block moves on by one place in
+  // every round: otherwise, where the tiles of a head divide the thread blocks, some blocks would have all of the tiles
+  // that end a head, which may have fewer rows.
   __device__ int next(int tile) const {
     if (taken) return take();
     const int blocks = static_cast<int>(gridDim.x), round = tile / blocks + 1;
@@ -108,12 +105,6 @@ inline TileOrder forward_order(const AttnParams& p, int64_t blocks, int64_t elem
   if (p.has_intervals()) at_least = std::max<int64_t>(at_least, 16);
   return {static_cast<int>(blocks), section_heads(p, heads, head_bytes, at_least),
           last_tiles(p, blocks, heads, quarters)};
-}
-
-// Bytes of q, dout and dq, which is summed in fp32, of the query heads of a KV head.
-inline int64_t group_bytes(const AttnGradParams& p, int64_t element_bytes) {
-  const int64_t row_bytes = p.head_dim * (element_bytes + 4) + p.head_dim_v * element_bytes;
-  return p.seqlen_q * row_bytes * p.group_size();
 }
 
 // The order of a backward call, whose queries, output gradients and sums of dq are to stay in the cache. at_once: how

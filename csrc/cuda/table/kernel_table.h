@@ -2,11 +2,12 @@
 // which kernels exist reads this file:
 //   - csrc/sources.py: the sources that a build compiles, the architectures of each, the registers that each may spill,
 //     and the page docs/cuda_kernels.md;
-//   - cuda/dispatch.cuh and cuda/decode/: a call runs the first row that serves it (serves() in rows.h), and supports()
-//     refuses a call that no row serves;
+//   - cuda/choose.h: a call runs the first row that serves it (serves() in rows.h), unless a threshold there prefers
+//     another stage, and supports() refuses a call that no row serves;
 //   - the kernels: their tile;
 //   - `flashattn-ext bench tune`: the tiles of a row that compete, of which the build has the first.
-// To add a kernel, add a row; to remove one, delete its row. rows.h explains the columns, tiles.h the sizes of a tile.
+// To add a kernel, add a row; to remove one, delete its row. rows.h explains the columns, tiles.h the sizes of a tile,
+// stages.def what an array is.
 // sources.py reads one row in each line, and a note behind it or above it. A note that ends in a colon is that of all
 // rows below it that have none of their own.
 //
@@ -293,7 +294,7 @@ inline constexpr KernelRow<sm90::BackwardTile> kSm90Backward[] = {
     {k16Bit, 192,        kPlain,     kHopper, kMaySpill, {{64, 64, 2, 1}, {64, 64, 3, 1}, {64, 64, 2, 2}}},
     // in pairs: 585 / 583 (S = 16384); 64 x 64: 525 / 522
     {k16Bit, 256,        kPlain,     kHopper, kMaySpill, {{128, 64, 2, 1, kPairs}, {64, 64, 2, 1}, {64, 64, 1, 2}}},
-    // grouped heads for which adds_over_groups() in sm90/dispatch.cu holds; the tiles of the plain rows:
+    // grouped heads for which adds_over_groups() in choose.h holds; the tiles of the plain rows:
     {k16Bit, 64,         kGroups,    kHopper, 0,         {{128, 128, 2, 2}}},
     {k16Bit, 80,         kGroups,    kHopper, 0,         {{128, 64, 3, 1, kApartOnce}}},
     {k16Bit, 96,         kGroups,    kHopper, 0,         {{128, 64, 3, 1, kApartOnce}}},
@@ -357,7 +358,7 @@ inline constexpr KernelRow<sm80::ForwardTile> kSm80Jvp[] = {
     {kFp32,  256, kGeneral,   kEveryGpu,  kMaySpill, {{1, 1, 32, 1}}},
 };
 
-// The same on Hopper (cuda/sm90/derivatives/jvp.cuh). Tiles as in kSm90Forward, with the tangents of keys and values in each stage.
+// Forward mode on Hopper (cuda/sm90/derivatives/jvp.cuh). Tiles as in kSm90Forward, with the tangents of keys and values in each stage.
 inline constexpr KernelRow<sm90::ForwardTile> kSm90Jvp[] = {
     {k16Bit, 64,  kPlain, kHopper, 0, {{2, 96, 3}, {2, 64, 4}}},  // 644 / 584; 2 x 64: 641 / 584
     {k16Bit, 96,  kPlain, kHopper, 0, {{2, 80, 2}, {2, 64, 2}}},  // 685 / 630; 2 x 64: 693 / 593
@@ -390,7 +391,7 @@ inline constexpr KernelRow<sm80::BackwardTile> kSm80Second[] = {
     {kFp32,  256, kGeneral,   kEveryGpu,  kMaySpill, {{2, 16, 32, 1, 1, 1, 1}, {1, 16, 16, 1, 1, 1, 1}}},
 };
 
-// The same on Hopper. Tiles: {keys, queries, stages of queries}. With 128 keys each warpgroup has 64 of them
+// Second derivatives on Hopper. Tiles: {keys, queries, stages of queries}. With 128 keys each warpgroup has 64 of them
 // (cuda/sm90/derivatives/second_apart.cuh), with 64 both have all (cuda/sm90/derivatives/second.cuh).
 inline constexpr KernelRow<sm90::SecondTile> kSm90Second[] = {
     {k16Bit, 64,  kPlain, kHopper, 0, {{128, 64, 3}}},  // 495 / 469; 64 keys and 128 queries: 318 / 290

@@ -32,7 +32,7 @@ inline bool has_copyable_bias(const AttnParams& p) {
          aligned(p.bias.batch_stride, p.batch);
 }
 
-// The same for the gradient of that bias, whose tiles TMA adds or stores. A gradient that all rows share is summed up
+// Whether TMA can add or store tiles of the gradient of that bias. A gradient that all rows share is summed up
 // in registers instead, which only the sm_80 kernels do.
 inline bool has_copyable_bias_gradient(const AttnGradParams& p) {
   const int vector = p.dbias.dtype == DType::kFloat32 ? 4 : 8;
@@ -59,7 +59,7 @@ inline bool sums_rows_of_few_keys(const AttnGradParams& p) {
   return (p.dalibi_slopes || p.drelative_bias) && p.seqlen_k <= kFewKeys;
 }
 
-// The same for the backward. Only general kernels have exact sums of a relative bias's gradient (RelativeGradient),
+// The options of a backward. Only general kernels have exact sums of a relative bias's gradient (RelativeGradient),
 // the gradient of a bias whose tiles TMA cannot add or store, and dS from weights in fp32.
 inline Options options_of(const AttnGradParams& p) {
   const Options all = options_of(static_cast<const AttnParams&>(p));

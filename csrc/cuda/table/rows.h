@@ -74,12 +74,14 @@ struct DecodeRow {
   int head_dim;
   int spill;
   decode::Tile tile;
+  constexpr int kernel_rows() const { return tile.rows(); }  // the last template argument of its kernel
 };
 struct FewRowsRow {
   unsigned types;
   int head_dim;
   int row_tiles;
   int spill;
+  constexpr int kernel_rows() const { return row_tiles; }
 };
 
 // What a call asks of the table.
@@ -100,15 +102,6 @@ constexpr bool serves(const Row& row, const KernelCall& call) {
          includes(call.options, static_cast<Options>(row.options & (kFp8 | kGroups)));
 }
 
-// The first row that serves the call; nullptr: no row does.
-template <class Row, size_t kRows>
-constexpr const Row* first_row(const Row (&table)[kRows], const KernelCall& call) {
-  for (const Row& row : table) {
-    if (serves(row, call)) return &row;
-  }
-  return nullptr;
-}
-
 // The number of the row that a kernel is compiled from; -1: the table does not have it.
 template <class Row, size_t kRows>
 constexpr int row_of_kernel(const Row (&table)[kRows], unsigned type, HeadDims head_dims, Options options) {
@@ -120,7 +113,7 @@ constexpr int row_of_kernel(const Row (&table)[kRows], unsigned type, HeadDims h
 }
 
 template <class Tile>
-constexpr Tile choose(const Tile (&tiles)[kTileChoices]) {
+constexpr Tile compiled_tile(const Tile (&tiles)[kTileChoices]) {
   return tiles[tiles[FLASHATTN_EXT_TILE_CHOICE].exists() ? FLASHATTN_EXT_TILE_CHOICE : 0];
 }
 
@@ -129,10 +122,10 @@ template <const auto& kTable, class T, int kHeadDim, Options kOptions, int kHead
 constexpr auto tile_of() {
   constexpr int kRow = row_of_kernel(kTable, kTypeOf<T>, {kHeadDim, kHeadDimV}, kOptions);
   static_assert(kRow >= 0, "kernel_table.h has no such row");
-  return choose(kTable[kRow].tiles);
+  return compiled_tile(kTable[kRow].tiles);
 }
 
-// The same as a type.
+// The tile of a kernel as a type.
 template <const auto& kTable, class T, int kHeadDim, Options kOptions, int kHeadDimV>
 struct TileOf {
   static constexpr auto kTile = tile_of<kTable, T, kHeadDim, kOptions, kHeadDimV>();

@@ -41,7 +41,7 @@ __device__ __forceinline__ void add_score_product(float (&c)[kRowTiles][kColumnT
   }
 }
 
-// The same for 16-row tiles of `a` from a_row on and 8-row tiles of `b` from b_row on.
+// Adds the product of 16-row tiles of `a` from a_row on and 8-row tiles of `b` from b_row on.
 template <class Tile, bool kTransposed = false, class Places, class T, int kRowTiles, int kColumnTiles>
 __device__ __forceinline__ void add_score_product(float (&c)[kRowTiles][kColumnTiles][4], const Places& places,
                                                   const T* a, int a_row, const T* b, int b_row) {
@@ -91,7 +91,7 @@ __device__ __forceinline__ void accumulate(float (&sum)[kRowTiles][kColumnTiles]
   }
 }
 
-// The same for 8-column tiles of `b` from b_column on, a multiple of their columns.
+// Adds the product with 8-column tiles of `b` from b_column on, a multiple of their columns.
 template <class Tile, int kSteps, class Places, class A, class T, int kRowTiles, int kColumnTiles>
 __device__ __forceinline__ void accumulate(float (&sum)[kRowTiles][kColumnTiles][4], const Places& places, const A& a,
                                            const T* b, int b_column) {

@@ -66,7 +66,7 @@ __device__ __forceinline__ void store_row(T* to, const float (&x)[N][4], int r, 
   }
 }
 
-// The same for both rows. apart: from the first one to the other, in elements. Nearly always all rows of a warp are
+// Writes both rows. apart: from the first one to the other, in elements. Nearly always all rows of a warp are
 // whole, aligned and not zero: then the two do not wait for each other.
 template <class T, int N>
 __device__ __forceinline__ void store_rows(T* to, int64_t apart, const float (&x)[N][4], const float (&factors)[2],
@@ -89,7 +89,7 @@ __device__ __forceinline__ void store_rows(T* to, int64_t apart, const float (&x
   }
 }
 
-// The same in fp32. Each lane writes its own columns, two at a time.
+// Writes row g or g + 8 in fp32. Each lane writes its own columns, two at a time.
 template <int N>
 __device__ __forceinline__ void store_row_fp32(float* to, const float (&x)[N][4], int r, float factor, bool zero,
                                                bool exists, int columns) {
@@ -106,7 +106,7 @@ __device__ __forceinline__ void store_row_fp32(float* to, const float (&x)[N][4]
     }
   }
 }
-// The same for row `at` of head h of out, whose dtype is AttnParams::out_dtype.
+// Writes row `at` of head h of out, whose dtype is AttnParams::out_dtype.
 template <int N>
 __device__ __forceinline__ void store_row_of_fp8(const AttnParams& p, int b, int h, int64_t at, const float (&x)[N][4],
                                                  int r, float factor, bool zero, bool exists, int columns) {

@@ -12,9 +12,22 @@
 
 #include "cuda/ptx/math.cuh"
 #include "cuda/ptx/memory.cuh"
-#include "cuda/tile/lane.cuh"
+#include "cuda/tile/warp.cuh"
 
 namespace flashattn_ext {
+
+// Calls body(row tile, column tile, element) for all elements of kRowTiles x kColumnTiles accumulator tiles.
+template <int kRowTiles, int kColumnTiles, class Body>
+__device__ __forceinline__ void each_element(const Body& body) {
+#pragma unroll
+  for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+    for (int n = 0; n < kColumnTiles; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) body(i, n, e);
+    }
+  }
+}
 
 __device__ __forceinline__ float widen(float x) { return x; }
 __device__ __forceinline__ float widen(__half x) { return __half2float(x); }
@@ -49,7 +62,7 @@ struct TensorCore {  // __half, __nv_bfloat16
     ptx::ldmatrix(a.x, tile + (row + lane % 16) * stride + k0 + lane / 16 * 8);
     return a;
   }
-  // The same A with k in the order of accumulators, which B from a transposed tile has.
+  // A with k in the order of accumulators, which B from a transposed tile has.
   static __device__ __forceinline__ A load_a_paired(const T* tile, int stride, int row, int k0) {
     return load_a(tile, stride, row, k0);
   }

@@ -1,4 +1,4 @@
-// Exchanges between the lanes of a warp.
+// The lanes of a warp: their numbers and places in accumulator tiles (tensor_core.cuh), and exchanges between them.
 #pragma once
 
 #include <cstdint>
@@ -7,13 +7,18 @@
 
 namespace flashattn_ext {
 
+// A lane's number, and its place: of a 16x8 tile it holds rows g and g + 8 and columns 2t and 2t + 1.
+__device__ __forceinline__ int lane() { return threadIdx.x % 32; }
+__device__ __forceinline__ int g() { return threadIdx.x % 32 / 4; }
+__device__ __forceinline__ int t() { return threadIdx.x % 4; }
+
 // The value of lane 0, in all lanes: the compiler then knows that it is warp-uniform.
 template <class X>
 __device__ __forceinline__ X uniform(X x) {
   return __shfl_sync(~0u, x, 0);
 }
 
-// The same for an address in shared memory. Where control flow is too involved for the compiler to infer that, the
+// An address in shared memory as lane 0 has it. Where control flow is too involved for the compiler to infer that, the
 // values that depend on such an address (stages and operands of products) are then in uniform registers.
 template <class X>
 __device__ __forceinline__ X& uniform_shared(X& x) {

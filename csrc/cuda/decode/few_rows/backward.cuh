@@ -15,12 +15,12 @@
 #include "cuda/host/launch.cuh"
 #include "cuda/score/large_rows.cuh"
 #include "cuda/stages/backward_workspace.h"
-#include "cuda/tile/lane.cuh"
 #include "cuda/tile/maybe_array.cuh"
 #include "cuda/tile/operand_tile.cuh"
 #include "cuda/tile/products.cuh"
 #include "cuda/tile/rows.cuh"
 #include "cuda/tile/store_row.cuh"
+#include "cuda/tile/warp.cuh"
 #include "rules/mask.h"
 
 namespace flashattn_ext::decode {
@@ -331,14 +331,11 @@ __global__ void __launch_bounds__(kBackwardWarps * 32, 1)
 }
 
 template <class T, int kHeadDim, int kRowTiles>
-int backward_shared_bytes() {
-  return static_cast<int>(sizeof(typename FewRowsBackward<T, kHeadDim, kRowTiles>::Shared));
-}
-
-template <class T, int kHeadDim, int kRowTiles>
 void backward(const AttnGradParams& p, const BackwardWorkspace& workspace, const BackwardPlan& plan) {
+  constexpr int kSharedBytes = static_cast<int>(sizeof(typename FewRowsBackward<T, kHeadDim, kRowTiles>::Shared));
+  static_assert(kSharedBytes == shared_bytes_of({kTypeOf<T>, kHeadDim, kRowTiles, 0}));
   launch(few_rows_backward_kernel<T, kHeadDim, kRowTiles>, "few_rows_backward", p, p.batch * p.heads_k * plan.parts,
-         kBackwardWarps * 32, backward_shared_bytes<T, kHeadDim, kRowTiles>(), workspace, plan);
+         kBackwardWarps * 32, kSharedBytes, workspace, plan);
 }
 
 }  // namespace flashattn_ext::decode

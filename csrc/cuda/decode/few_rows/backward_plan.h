@@ -2,7 +2,7 @@
 // is one split of its keys. A thread block computes one part, for all packed rows of the KV head.
 #pragma once
 
-#include "cuda/stages/backward_workspace.h"
+#include "cuda/table/rows.h"
 
 namespace flashattn_ext::decode {
 
@@ -18,11 +18,14 @@ struct BackwardPlan {
   float* dq;      // partial dq of each part: [B][Hk][parts][rows][kHeadDim]
 };
 
-// The entry points of the kernels for every GPU. Each compiled source instantiates them for one element type and
-// kHeadDim.
-template <class T, int kHeadDim, int kRowTiles>
-int backward_shared_bytes();
-template <class T, int kHeadDim, int kRowTiles>
-void backward(const AttnGradParams& p, const BackwardWorkspace& workspace, const BackwardPlan& plan);
+// Bytes of shared memory that a thread block of a row of kFewRowsBackward takes.
+constexpr int shared_bytes_of(const FewRowsRow& row) {
+  const int rows = 16 * row.row_tiles, columns = row.head_dim;
+  const bool exchanges = row.row_tiles > 1;  // dS, between the warps
+  const int stages = exchanges ? 2 : 3, keys = 16, element = 2;
+  const int queries = 2 * rows * columns * element, rings = kBackwardWarps * stages * 2 * keys * columns * element;
+  const int dscores = exchanges ? kBackwardWarps * row.row_tiles * 32 * 16 : 8;
+  return queries + rings + dscores + rows * (4 + 4 + 8);  // lse, delta and the two words of lse
+}
 
 }  // namespace flashattn_ext::decode

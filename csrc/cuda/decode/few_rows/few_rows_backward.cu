@@ -1,56 +1,19 @@
-// The backward with few queries: which calls it supports, its launches, and the kernel that sums dq.
+// The backward with few queries: how it divides a call, its launches, and the kernel that sums dq.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 #include <algorithm>
-#include <array>
-#include <utility>
 
 #include "cuda/decode/few_rows/backward_plan.h"
 #include "cuda/decode/few_rows/few_rows.h"
 #include "cuda/ptx/grid.cuh"
 #include "cuda/stages/backward_finish.cuh"
 #include "cuda/stages/backward_prepare.cuh"
-#include "cuda/table/kernel_table.h"
 
 namespace flashattn_ext::decode {
 namespace {
 
 constexpr int kStepKeys = kBackwardWarps * 16;
-
-// The entry points of one row of the table of kernels for one element type.
-template <class T, size_t kRow>
-constexpr FewRowsKernel of_row() {
-  constexpr FewRowsRow row = kernel_table::kFewRowsBackward[kRow];
-  if constexpr (row.types & kTypeOf<T>) {
-    return {16 * row.row_tiles, row.head_dim, backward_shared_bytes<T, row.head_dim, row.row_tiles>,
-            backward<T, row.head_dim, row.row_tiles>};
-  } else {
-    return {};
-  }
-}
-template <class T, size_t... kRow>
-constexpr std::array<FewRowsKernel, sizeof...(kRow)> of_rows(std::index_sequence<kRow...>) {
-  return {of_row<T, kRow>()...};
-}
-
-// The kernel that serves the call: `own`, or that of the first row that does; without a kernel if none does.
-FewRowsKernel kernel_of(const AttnGradParams& p, const FewRowsKernel* own) {
-  using Rows = std::make_index_sequence<std::size(kernel_table::kFewRowsBackward)>;
-  static constexpr auto kHalf = of_rows<__half>(Rows()), kBfloat = of_rows<__nv_bfloat16>(Rows());
-  const int64_t rows = p.seqlen_q * p.group_size();
-  // The tile of 16 rows of the kernels for every GPU is as fast: on an H200 1 x 1 x 65536 keys of 32:8 heads of 128 are
-  // read and written at 0.84 of the bandwidth of a copy, with `own` at 0.83; 8 x 4 x 16384 at 0.85 and 0.83.
-  constexpr int64_t kNarrowRows = 16;
-  const bool aligned = rows_are_aligned(p.dk, p.head_dim, 2) && rows_are_aligned(p.dv, p.head_dim_v, 2);
-  if (own && rows > kNarrowRows && rows <= own->rows && aligned) return *own;
-  for (size_t i = 0; i < kHalf.size(); ++i) {
-    const FewRowsRow& row = kernel_table::kFewRowsBackward[i];
-    if (!(row.types & type_bit(p.dtype)) || std::max(p.head_dim, p.head_dim_v) > row.head_dim) continue;
-    if (rows <= 16 * row.row_tiles) return (p.dtype == DType::kFloat16 ? kHalf : kBfloat)[i];
-  }
-  return {};
-}
 
 // The workspace of the row statistics, without the dq accumulators that the other backward kernels need.
 BackwardWorkspace rows_of(const AttnGradParams& p) { return BackwardWorkspace(p, 16, 0, 0); }
@@ -61,7 +24,7 @@ BackwardPlan plan_of(const AttnGradParams& p, const FewRowsKernel& kernel, const
   constexpr int64_t kReservedBytes = 1024;  // reserved by the driver per thread block
   const int64_t shared = device_attribute<cudaDevAttrMaxSharedMemoryPerMultiprocessor>();
   const int64_t resident =
-      kernel.shared_bytes ? std::min<int64_t>(2, shared / (kernel.shared_bytes() + kReservedBytes)) : 1;
+      kernel.shared_bytes > 0 ? std::min<int64_t>(2, shared / (kernel.shared_bytes + kReservedBytes)) : 1;
   const int64_t at_once = resident * multiprocessors();
   const int64_t wanted = std::max<int64_t>(1, at_once / p.heads_k);
   // Long parts amortise prologue and epilogue, but at least half of the wanted parts must remain. On an H200, parts of
@@ -69,7 +32,7 @@ BackwardPlan plan_of(const AttnGradParams& p, const FewRowsKernel& kernel, const
   // all of the shared memory loads a part while it computes another: there only the partial dq costs time.
   constexpr int64_t kLeastKeys = 256, kLongKeys = 1024, kKeysOfRow = 16;
   const int64_t rows = p.seqlen_q * p.group_size();
-  const int64_t enough = kernel.shared_bytes ? kLongKeys : std::min(kLongKeys, kKeysOfRow * rows);
+  const int64_t enough = kernel.shared_bytes > 0 ? kLongKeys : std::min(kLongKeys, kKeysOfRow * rows);
   const int64_t long_keys = std::max(kLeastKeys, std::min(enough, 2 * p.seqlen_k / wanted));
   const int64_t keys = std::max((p.seqlen_k + wanted - 1) / wanted, long_keys);
   const int64_t part_keys = (keys + kStepKeys - 1) / kStepKeys * kStepKeys;
@@ -158,24 +121,14 @@ void run(const AttnGradParams& p, const FewRowsKernel& kernel) {
 
 }  // namespace
 
-bool is_few_rows(const AttnGradParams& p, const FewRowsKernel* own) {
-  if (p.softcap > 0 || p.has_bias() || p.has_intervals() || p.has_dropout()) return false;
-  // The packed rows of a KV head must fit in a tile, but a varlen sequence may have more queries than max_seqlen_q.
-  if (p.is_varlen() || p.seqlen_q == 0 || p.heads_q == 0 || p.seqlen_k < kLeastSplitKeys) return false;
-  const FewRowsKernel kernel = kernel_of(p, own);
-  return kernel.run && (!kernel.shared_bytes || kernel.shared_bytes() <= most_shared_memory());
-}
-
-size_t few_rows_bytes(const AttnGradParams& p, const FewRowsKernel* own) {
-  const FewRowsKernel kernel = kernel_of(p, own);
+size_t few_rows_bytes(const AttnGradParams& p, const FewRowsKernel& kernel) {
   const BackwardWorkspace workspace = rows_of(p);
   const BackwardPlan plan = plan_of(p, kernel, workspace);
   const int64_t sums = p.batch * p.heads_k * plan.parts * plan.rows * kernel.columns * 4;
   return static_cast<size_t>(workspace.bytes + sums);
 }
 
-void run_few_rows(const AttnGradParams& p, const FewRowsKernel* own) {
-  const FewRowsKernel kernel = kernel_of(p, own);
+void run_few_rows(const AttnGradParams& p, const FewRowsKernel& kernel) {
   p.dtype == DType::kFloat16 ? run<__half>(p, kernel) : run<__nv_bfloat16>(p, kernel);
 }
 

@@ -4,18 +4,14 @@
 #include <algorithm>
 #include <limits>
 
-#include "cuda/decode/few_rows/few_rows.h"
 #include "cuda/decode/few_rows/packed.h"
 #include "cuda/decode/split/kernels.h"
 #include "cuda/host/call.h"
 #include "cuda/host/device.h"
-#include "cuda/passes/aligned_rows.h"
 #include "cuda/stages/tile_order.cuh"
 
 namespace flashattn_ext::decode {
 namespace {
-
-constexpr int64_t kMostParts = 64;
 
 struct PackedLaunch {
   Plan plan{};
@@ -67,28 +63,6 @@ struct PackedLaunch {
 };
 
 }  // namespace
-
-bool has_packed_rows(const DecodeParams& p, const PackedKernel* kernel) {
-  if (!kernel || p.is_fp8 || p.invariant || p.num_splits > 0 || p.cache.block_table) return false;
-  if ((p.is_varlen() && !p.splits_alone) || p.seqlen_q > kMostPackedQueries) return false;
-  if (p.batch * p.heads_q * query_rows(p) == 0 || p.cache.entries == 0 || p.seqlen_k < kLeastSplitKeys) return false;
-  // Tiles of 16 rows of the other kernels are as fast; in a forward with more than 128 columns 0.86 times. Few queries
-  // leave most rows of a block empty, which costs nothing as long as there is one tile.
-  const int64_t rows = p.seqlen_q * p.group_size(), least = kernel->columns > 128 ? 9 : 17;
-  const int64_t padded = tile_count(p.seqlen_q, kBlockRows) * kBlockRows * p.group_size();
-  // Works are numbered in 32 bits.
-  const int64_t tiles = p.batch * p.heads_k * tile_count(padded, kernel->rows);
-  if (tiles > std::numeric_limits<int32_t>::max() / (2 * kMostParts)) return false;
-  return rows >= least && (padded <= kernel->rows || 2 * rows >= padded);
-}
-
-bool has_aligned_rows(const DecodeParams& p) {
-  const auto aligned = [&](const TensorView& t, int64_t columns) {
-    return rows_are_aligned(t, columns, element_bytes(p));
-  };
-  const bool has_q = p.rotary.cos ? p.head_dim % 8 == 0 : aligned(p.q, p.head_dim);
-  return has_q && aligned(p.k, p.head_dim) && aligned(p.v, p.head_dim_v);
-}
 
 size_t packed_bytes(const DecodeParams& p, const PackedKernel& kernel) {
   TensorView q;

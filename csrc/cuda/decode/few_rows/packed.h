@@ -9,9 +9,8 @@
 
 namespace flashattn_ext::decode {
 
-constexpr int kBlockRows = 16;  // queries of one head that are adjacent rows of a tile
-// Queries of a sequence above which the forward kernels are as fast, even for one long sequence.
-constexpr int64_t kMostPackedQueries = 128;
+constexpr int kBlockRows = 16;      // queries of one head that are adjacent rows of a tile
+constexpr int64_t kMostParts = 64;  // of the keys of a KV head
 
 // The kernel of a row of the table. The plan is a fixed one (plan.h), whose tasks are all rows of a KV head: their row
 // tiles share the slots of a part. In a forward a part has part_keys keys, which depend on the shapes of one sequence
@@ -24,11 +23,6 @@ struct PackedKernel {
   int columns = 0;
 };
 
-// Whether a call whose rows are aligned runs on the kernel, which may be nullptr. The choice does not depend on the
-// batch size.
-bool has_packed_rows(const DecodeParams& p, const PackedKernel* kernel);
-// Whether the rows of q and of the caches are aligned for TMA.
-bool has_aligned_rows(const DecodeParams& p);
 size_t packed_bytes(const DecodeParams& p, const PackedKernel& kernel);
 void run_packed(const DecodeParams& p, const PackedKernel& kernel);
 

@@ -2,7 +2,6 @@
 #include <cuda_fp16.h>
 
 #include <algorithm>
-#include <limits>
 #include <numeric>
 
 #include "cuda/decode/prefill/chunks.h"
@@ -20,7 +19,8 @@ namespace flashattn_ext::decode {
 namespace {
 
 constexpr int kThreads = 128, kColumns = 2;  // of a block, which adds up one row; columns of a thread
-constexpr int kAtOnce = 16;                  // chunks that a thread loads before it adds them
+static_assert(kThreads * kColumns == kMostChunkColumns);
+constexpr int kAtOnce = 16;  // chunks that a thread loads before it adds them
 
 // Adds up the chunks of one row of a head. packed: the call that computed the chunks.
 template <class T>
@@ -75,15 +75,6 @@ __global__ void __launch_bounds__(kThreads)
   if (partials.largest) write_largest(p, b, h, query, largest);
 }
 
-int64_t chunks_of(const DecodeParams& p, const ChunkKernel& kernel) {
-  return tile_count(p.cache.capacity(), kernel.keys);
-}
-int64_t columns_of(const DecodeParams& p) { return (p.head_dim_v + 7) / 8 * 8; }
-// Rows of all partial results.
-int64_t partial_rows(const DecodeParams& p, const ChunkKernel& kernel) {
-  return p.batch * p.heads_q * p.seqlen_q * chunks_of(p, kernel);
-}
-
 // Query heads of a KV head that are rows of one tile, so that its keys are read once.
 int heads_together(const DecodeParams& p, const ChunkKernel& kernel) {
   const bool packs = !p.has_intervals() && p.seqlen_q * p.group_size() <= kernel.rows;
@@ -108,15 +99,6 @@ void launch_sum(const DecodeParams& p, const AttnParams& packed, const ChunkPart
 }
 
 }  // namespace
-
-bool has_chunks(const DecodeParams& p, const ChunkKernel& kernel) {
-  constexpr int64_t kMostBytes = 256 << 20;  // of partial results of several queries
-  if (!kernel.run || p.is_varlen() || p.seqlen_q > kernel.rows || p.head_dim_v > kColumns * kThreads) {
-    return false;
-  }
-  const int64_t rows = partial_rows(p, kernel);
-  return rows <= std::numeric_limits<int32_t>::max() && (p.seqlen_q == 1 || rows * columns_of(p) * 4 <= kMostBytes);
-}
 
 size_t chunk_bytes(const DecodeParams& p, const ChunkKernel& kernel) {
   ChunkPartials partials;

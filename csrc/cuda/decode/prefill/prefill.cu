@@ -4,15 +4,13 @@
 #include <type_traits>
 
 #include "backend/key_locator.h"
-#include "cuda/decode/few_rows/few_rows.h"
-#include "cuda/decode/few_rows/packed.h"
+#include "cuda/decode/prefill/cache_rows.h"
 #include "cuda/decode/prefill/prefill.h"
 #include "cuda/decode/split/kernels.h"
 #include "cuda/host/call.h"
 #include "cuda/host/carver.h"
 #include "cuda/host/device.h"
 #include "cuda/host/launch.cuh"
-#include "cuda/passes/aligned_rows.h"
 #include "cuda/passes/mask_extremes.h"
 #include "cuda/ptx/grid.cuh"
 #include "cuda/stages/tile_order.cuh"
@@ -25,49 +23,6 @@ namespace flashattn_ext::decode {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int64_t kMostRows = std::numeric_limits<int32_t>::max();  // rows of a packed tensor
-
-// Distance between cache entries in rows; 0 if it is not a whole number of rows, or if entries overlap.
-int64_t entry_rows(const DecodeParams& p, const TensorView& t) {
-  if (p.cache.entries == 1) return p.cache.page_size;
-  if (t.row_stride <= 0 || t.batch_stride % t.row_stride != 0) return 0;
-  const int64_t rows = t.batch_stride / t.row_stride;
-  return rows >= p.cache.page_size ? rows : 0;
-}
-
-// Whether the rows of all batch entries are equally spaced, so that the batch can be read as one packed tensor.
-bool has_even_rows(const DecodeParams& p, const TensorView& t) {
-  return p.is_varlen() || p.batch == 1 || t.batch_stride == p.seqlen_q * t.row_stride;
-}
-
-// Whether rows of k and v can be read in place in 16-byte vectors.
-bool is_aligned(const DecodeParams& p) {
-  const int64_t bytes = element_bytes(p);
-  return rows_are_aligned(p.k, p.head_dim, bytes) && rows_are_aligned(p.v, p.head_dim_v, bytes);
-}
-
-// Whether keys and values are copied to contiguous rows of each sequence. Those in fp8 are, from any cache, and widened
-// on the way. An invariant call also copies what cannot be read as one packed tensor, and with a Mask everything: each
-// sequence has own intervals, even if two sequences have the same entry of the cache.
-bool gathers(const DecodeParams& p) {
-  if (p.cache.block_table || p.is_fp8) return true;
-  if (!p.invariant) return false;
-  const int64_t rows = entry_rows(p, p.k);
-  return p.has_intervals() || p.cache.entries == 0 || rows == 0 || rows != entry_rows(p, p.v) || !is_aligned(p);
-}
-// Whether queries are copied. Only invariant calls come here with queries that have no common distance.
-bool copies_queries(const DecodeParams& p) { return p.rotary.cos || !has_even_rows(p, p.q); }
-
-// Rows between the starts of successive sequences (gathered keys) or cache entries in the keys of the varlen call, and
-// the total number of rows.
-int64_t sequence_rows(const DecodeParams& p) { return gathers(p) ? p.cache.capacity() : entry_rows(p, p.k); }
-int64_t all_rows(const DecodeParams& p) {
-  if (gathers(p)) return p.batch * p.cache.capacity();
-  return (p.cache.entries - 1) * entry_rows(p, p.k) + p.cache.page_size;
-}
-
-int64_t packed_queries(const DecodeParams& p) { return p.is_varlen() ? p.total_q : p.batch * p.seqlen_q; }
-
 // Columns of gathered rows, which are whole vectors.
 int64_t whole_vectors(const DecodeParams& p, int64_t columns) {
   const int64_t elements = kVectorBytes / element_bytes(p);
@@ -288,31 +243,6 @@ std::string refuses_prefill(const DecodeParams& p) {
   return "invariant=True with a KV cache of more than 2^31 - 1 rows (batch entries times the keys for which a block "
          "table has room) is not implemented by the CUDA kernels, got " +
          std::to_string(all_rows(p)) + "; pass a block table with fewer columns, or leave invariant out";
-}
-
-bool is_prefill(const DecodeParams& p, bool packs) {
-  if (p.invariant) return p.batch * p.heads_q > 0 && packed_queries(p) > 0;
-  // With fewer queries, or with fewer query tiles than half of the multiprocessors, the forward kernels do not fill the
-  // GPU; split-KV does. Gathering pages pays off if every key is used by many rows.
-  constexpr int64_t kManyRows = 1024, kTileQueries = 128;
-  if (p.num_splits > 0) return false;  // bit-identical in every batch, so the kernel must not depend on the batch size
-  // Calls that the forward computes on the decoding kernels stay there: these would read a widened copy as fp8.
-  if (p.seqlen_q <= (packs ? kMostPackedQueries : kMostFewQueries) || p.has_intervals() || p.cache.entries == 0)
-    return false;
-  if (p.alibi_batch_stride % 2 != 0) return false;
-  // Fp8 queries are not widened here, and keys and values are widened in whole vectors only.
-  const bool odd_descales = (p.descale_k.batch_stride | p.descale_v.batch_stride) % 2 != 0;
-  if (p.is_fp8 && (p.dtype == DType::kFloat8 || odd_descales || (p.head_dim | p.head_dim_v) % 8 != 0)) return false;
-  if (2 * p.batch * p.heads_q * tile_count(p.seqlen_q, kTileQueries) < multiprocessors()) return false;
-  if (!p.is_fp8 && !is_aligned(p)) return false;
-  if (!has_even_rows(p, p.out) || !(p.rotary.cos || has_even_rows(p, p.q)) || packed_queries(p) > kMostRows)
-    return false;
-  if (gathers(p)) {
-    // The copy must not exceed the size of the cache: block tables may have room for far more pages.
-    return p.seqlen_q * p.group_size() >= kManyRows &&
-           all_rows(p) <= std::min(kMostRows, p.cache.entries * p.cache.page_size);
-  }
-  return entry_rows(p, p.k) > 0 && entry_rows(p, p.k) == entry_rows(p, p.v) && all_rows(p) <= kMostRows;
 }
 
 bool reads_pages(const DecodeParams& p) {

@@ -15,8 +15,6 @@
 
 namespace flashattn_ext::decode {
 
-// packs: whether packed.h computes the call if it is no prefill.
-bool is_prefill(const DecodeParams& p, bool packs);
 // Why an invariant call cannot run here; empty if it can.
 std::string refuses_prefill(const DecodeParams& p);
 

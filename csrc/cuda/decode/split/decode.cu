@@ -2,9 +2,7 @@
 #include <cuda_fp16.h>
 
 #include <algorithm>
-#include <array>
 #include <limits>
-#include <utility>
 
 #include "cuda/decode/split/decode.h"
 #include "cuda/decode/split/kernels.h"
@@ -12,40 +10,12 @@
 #include "cuda/host/call.h"
 #include "cuda/host/device.h"
 #include "cuda/host/launch.cuh"
-#include "cuda/passes/aligned_rows.h"
 #include "cuda/ptx/grid.cuh"
 #include "cuda/stages/tile_order.cuh"
 #include "cuda/tile/fp8.cuh"
 
 namespace flashattn_ext::decode {
 namespace {
-
-// The entry points of one row of the table of kernels for one element type; empty for rows of other types.
-struct RowKernel {
-  TileSizes (*sizes)() = nullptr;
-  void (*split)(const DecodeParams&, const Plan&, int, int, bool) = nullptr;
-};
-template <class T, size_t kRow>
-constexpr RowKernel of_row() {
-  constexpr DecodeRow row = kernel_table::kDecode[kRow];
-  if constexpr (row.types & kTypeOf<T>) {
-    return {tile_sizes<T, row.head_dim, row.tile.rows()>, split<T, row.head_dim, row.tile.rows()>};
-  } else {
-    return {};
-  }
-}
-template <class T, size_t... kRow>
-constexpr std::array<RowKernel, sizeof...(kRow)> of_rows(std::index_sequence<kRow...>) {
-  return {of_row<T, kRow>()...};
-}
-
-// The kernels of a class of head dims, in ascending order of the rows of their tiles.
-struct Kernels {
-  static constexpr int kMost = 4;
-  RowKernel of_tiles[kMost];
-  void (*combine)(const DecodeParams&, const Plan&, int64_t, int, int);
-  int columns;  // kHeadDim
-};
 
 // Stores the type of out.
 template <class T>
@@ -62,40 +32,14 @@ auto combine_of(const DecodeParams& p, bool pairs = false) {
   }
 }
 
-constexpr bool all_classes_fit() {
-  for (const DecodeRow& row : kernel_table::kDecode) {
-    int count = 0;
-    for (const DecodeRow& other : kernel_table::kDecode) {
-      count += other.head_dim == row.head_dim && (other.types & row.types) != 0;
-    }
-    if (count > Kernels::kMost) return false;
-  }
-  return true;
-}
-static_assert(all_classes_fit(), "Kernels::kMost is smaller than the number of tiles of a class of head dims");
+using Combine = void (*)(const DecodeParams&, const Plan&, int64_t, int, int);
 
-template <class T>
-Kernels kernels_of(const DecodeParams& p) {
-  static constexpr auto kKernels = of_rows<T>(std::make_index_sequence<std::size(kernel_table::kDecode)>());
-  const int kernel_dim = class_of(kTypeOf<T>, std::max(p.head_dim, p.head_dim_v));
-  Kernels kernels{{}, combine_of<T>(p), kernel_dim};
-  int count = 0;
-  for (size_t i = 0; i < kKernels.size(); ++i) {
-    const DecodeRow& row = kernel_table::kDecode[i];
-    if ((row.types & kTypeOf<T>) && row.head_dim == kernel_dim) kernels.of_tiles[count++] = kKernels[i];
-  }
-  return kernels;
+Combine combine_of(const DecodeParams& p, int heads) {
+  if (p.is_fp8) return combine_of<Float8>(p, heads > 1);
+  if (p.dtype == DType::kFloat16) return combine_of<__half>(p);
+  if (p.dtype == DType::kBFloat16) return combine_of<__nv_bfloat16>(p);
+  return combine_of<float>(p);
 }
-Kernels kernels_of(const DecodeParams& p) {
-  if (p.is_fp8) return kernels_of<Float8>(p);
-  if (p.dtype == DType::kFloat16) return kernels_of<__half>(p);
-  if (p.dtype == DType::kBFloat16) return kernels_of<__nv_bfloat16>(p);
-  return kernels_of<float>(p);
-}
-
-// The shared memory available to a thread block for tiles. kStaticBytes bounds its static shared variables.
-constexpr int kStaticBytes = 1024;
-int most_shared_bytes() { return device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>() - kStaticBytes; }
 
 __global__ void __launch_bounds__(256) forget_tasks_kernel(SplitTask* tasks, int count) {
   ptx::wait_for_previous_kernel();
@@ -106,28 +50,18 @@ __global__ void __launch_bounds__(256) forget_tasks_kernel(SplitTask* tasks, int
 
 // The launch configuration of a call. It does not depend on sequence lengths, which are in device memory.
 struct Launch {
-  Kernels kernels;
-  RowKernel kernel;  // the one of `kernels` that runs
-  TileSizes tile{};
+  SplitKernel kernel;
+  TileSizes tile;
   int warps, shared_bytes;
   Plan plan;            // its arrays are in the workspace
   int64_t split_tasks;  // entries of plan.split_tasks
   int64_t q_bytes;      // bytes of the rotated queries
 
-  explicit Launch(const DecodeParams& p) : kernels(kernels_of(p)) {
+  Launch(const DecodeParams& p, const SplitKernel& kernel) : kernel(kernel), tile(kernel.tile) {
     constexpr int kReservedBytes = 1024;  // reserved by the driver per thread block
-    const int most = most_shared_bytes();
+    const int most = most_shared_memory() - kStaticBytes;
     const int64_t rows = p.seqlen_q * p.group_size();
     plan.group = static_cast<int>(p.group_size());
-    // The smallest tile that holds all rows, otherwise the largest one that this GPU has shared memory for.
-    for (const RowKernel& next : kernels.of_tiles) {
-      if (!next.sizes || (kernel.sizes && rows <= tile.rows)) break;
-      const TileSizes sizes = next.sizes();
-      if (sizes.heads > 1 && !has_adjacent_heads(p, sizes.heads)) continue;
-      if (kernel.sizes && sizes.query_bytes + sizes.team_bytes > most) break;
-      kernel = next;
-      tile = sizes;
-    }
     const int teams = std::min(kMaxWarps / tile.team_warps, (most - tile.query_bytes) / tile.team_bytes);
     warps = teams * tile.team_warps;
     shared_bytes = tile.query_bytes + teams * tile.team_bytes;
@@ -137,22 +71,11 @@ struct Launch {
     const KeyCache& cache = p.cache;
     plan.knows_lengths = plan.splits == 0 && !p.cu_seqlens_q && !p.cu_seqlens_k && !cache.seqlens && !cache.leftpad &&
                          !cache.block_table && !cache.batch_idx;
-    if (tile.heads > 1) {
-      plan.slot_rows = tile.heads * tile.rows;
-      kernels.combine = combine_of<Float8>(p, true);
-    }
+    if (tile.heads > 1) plan.slot_rows = tile.heads * tile.rows;
     q_bytes = p.rotary.cos ? query_rows(p) * batch_entries(p) * p.heads_q * p.head_dim * element_bytes(p) : 0;
   }
 
   bool has_wide_tile() const { return tile.rows > 32; }
-
-  // Whether rows of `heads` adjacent KV heads are one row in memory, which a tile of as many heads reads.
-  bool has_adjacent_heads(const DecodeParams& p, int heads) const {
-    const auto adjacent = [&](const TensorView& t, int64_t columns) {
-      return columns == kernels.columns && t.head_stride == columns && rows_are_aligned(t, 0, key_bytes(p));
-    };
-    return p.heads_k % heads == 0 && adjacent(p.k, p.head_dim) && adjacent(p.v, p.head_dim_v);
-  }
 
   // The number of shares, at most `at_once`. If one a little smaller than that makes shares of tasks of equal length
   // begin and end with a task, fewer tasks are split and fewer thread blocks have two parts.
@@ -168,7 +91,7 @@ struct Launch {
   bool runs_one_wave(const DecodeParams& p, int64_t tasks) const {
     const bool is_plain = p.softcap == 0 && !p.alibi_slopes && !p.has_intervals() && !p.cache.block_table;
     constexpr int64_t kFewTasks = 16;
-    return tasks <= kFewTasks && tile.rows == 16 && kernels.columns <= 128 && key_bytes(p) == 2 && is_plain;
+    return tasks <= kFewTasks && tile.rows == 16 && kernel.columns <= 128 && key_bytes(p) == 2 && is_plain;
   }
 
   // Whether so many tasks are so short that one thread block for each ends before parts of them would be combined.
@@ -255,7 +178,7 @@ struct Launch {
 
   // Returns the size of the workspace in bytes. q: the rotated queries.
   size_t set_workspace(const DecodeParams& p, TensorView* q) {
-    return plan.place(p, q_bytes, split_tasks, kernels.columns, q);
+    return plan.place(p, q_bytes, split_tasks, kernel.columns, q);
   }
 };
 
@@ -264,36 +187,25 @@ bool in_vectors(const TensorView& t, int64_t element_bytes) { return rows_are_al
 
 }  // namespace
 
-// decode_call.cpp rejects head dims above 512, and page sizes that are not a multiple of 16 keys, for every device.
-std::string refuses(const DecodeParams& p) {
-  if (p.dtype == DType::kFloat64) return "float64 is supported on the CPU only; use float32";
-  const TileSizes tile = kernels_of(p).of_tiles[0].sizes();
-  if (tile.query_bytes + tile.team_bytes > most_shared_bytes()) {
-    return "float32 with head dims above 256 needs a GPU whose thread blocks may have 168 KB of shared memory; use "
-           "float16 or bfloat16";
-  }
-  return {};
-}
-
-size_t workspace_bytes(const DecodeParams& p) {
+size_t workspace_bytes(const DecodeParams& p, const SplitKernel& kernel) {
   TensorView q;
-  return Launch(p).set_workspace(p, &q);
+  return Launch(p, kernel).set_workspace(p, &q);
 }
 
-void run(const DecodeParams& params) {
+void run(const DecodeParams& params, const SplitKernel& kernel) {
   if (params.batch == 0) return;
   if (params.heads_q == 0) return append(params, {});
   DecodeParams p = params;
-  Launch launch(p);
+  Launch launch(p, kernel);
   TensorView rotated;
   launch.set_workspace(p, &rotated);
   append(p, p.rotary.cos ? rotated : TensorView{});
   if (p.rotary.cos) p.q = rotated;
   const bool aligned = in_vectors(p.k, key_bytes(p)) && in_vectors(p.v, key_bytes(p));
   if (launch.plan.part_keys > 0 && launch.combines() && p.is_varlen()) launch.forget_tasks(p);
-  launch.kernel.split(p, launch.plan, launch.warps, launch.shared_bytes, aligned);
+  kernel.run(p, launch.plan, launch.warps, launch.shared_bytes, aligned);
   if (launch.combines()) {
-    launch.kernels.combine(p, launch.plan, launch.split_tasks, launch.plan.slot_rows, launch.kernels.columns);
+    combine_of(p, kernel.tile.heads)(p, launch.plan, launch.split_tasks, launch.plan.slot_rows, kernel.columns);
   }
 }
 

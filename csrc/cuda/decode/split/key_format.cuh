@@ -3,7 +3,6 @@
 //   kPack                     adjacent elements of keys and values that one element of a tile in shared memory holds
 //   kSparesInstructions       whether the lanes of a warp divide runs of keys among them and pages are found without
 //                             a division, because conversions take many instructions
-//   kAlwaysAhead              whether the next part is prefetched even if accumulators take more than about a stage
 //   kSoftmaxHasSink           whether the sink is in the online softmax of a part, or the epilogue counts it
 //   widen_query(...)          writes a vector of q to shared memory if q needs a conversion, and returns whether it
 //                             does
@@ -46,7 +45,6 @@ struct KeyFormat {
   using Core = TensorCore<T>;
   static constexpr int kPack = 1;
   static constexpr bool kSparesInstructions = false;
-  static constexpr bool kAlwaysAhead = true;
   static constexpr bool kSoftmaxHasSink = true;
   static constexpr bool kPreparesQueries = false;
 
@@ -100,9 +98,6 @@ struct KeyFormat<Float8, kRowTiles> {
   static constexpr bool kPreparesQueries = true;
   static constexpr int kPack = 2;
   static constexpr bool kSparesInstructions = true;
-  // Stages have half of the bytes that they have in 16 bits, but accumulators do not: with more than a stage of them
-  // beside the first stages of the next part there would be shared memory for one thread block only.
-  static constexpr bool kAlwaysAhead = false;
   // Weights relative to a sink far above the logits would vanish in float16.
   static constexpr bool kSoftmaxHasSink = false;
 

@@ -1,753 +1,113 @@
-// The split-KV attention kernel of decoding, bound by the memory bandwidth of reading keys and values. A thread block
-// computes parts (KV splits) of tasks (plan.h) one after another. The teams of warps (tiles.h) interleave the steps of
-// a part's keys. Each team has its own multistage buffer (ring) in shared memory and its own online softmax; the
-// epilogue combines the teams in a fixed order.
+// The split-KV attention kernel of decoding: the epilogue of a part, and the launch.
 #pragma once
 
-#include "cuda/decode/split/kernels.h"
-#include "cuda/decode/split/key_format.cuh"
-#include "cuda/decode/split/plan.cuh"
+#include "cuda/decode/split/split_loads.cuh"
+#include "cuda/decode/split/split_parts.cuh"
+#include "cuda/decode/split/split_tile.cuh"
 #include "cuda/host/launch.cuh"
-#include "cuda/ptx/barrier.cuh"
-#include "cuda/ptx/grid.cuh"
-#include "cuda/score/distance_bias.cuh"
-#include "cuda/score/general_score.cuh"
-#include "cuda/score/intervals.cuh"
-#include "cuda/score/scores.cuh"
-#include "cuda/tile/lane.cuh"
-#include "cuda/tile/operand_tile.cuh"
-#include "cuda/tile/tile.cuh"
 
 namespace flashattn_ext::decode {
 
-// Key: the type of keys and values. T: the type of q, and the element of tiles in shared memory.
 template <class Key, int kHeadDim, int kTileRows>
-struct Split {
-  static constexpr Tile kTile = tile_of<Key, kHeadDim, kTileRows>();
-  static constexpr int kRowTiles = kTile.row_tiles, kRows = kTile.rows();  // kRows: of a KV head
-  // A tile of two KV heads has the rows of the first one in the upper halves of the MMA tiles. Both products multiply
-  // all rows with the keys and values of each head, and what is of the other head is not used.
-  static constexpr int kHeads = kTile.heads;
-  static constexpr int kAllRows = kTile.all_rows();
-  static_assert(kHeads == 1 || (kHeads == 2 && kAllRows == 16));
-  using Format = KeyFormat<Key, kRowTiles>;
-  using T = typename Format::T;
-  using Core = TensorCore<T>;
-  static constexpr int kColumnWarps = kTile.column_warps, kTeamWarps = kTile.row_warps * kColumnWarps;
-  static constexpr int kTeamBarriers = 1;  // named barriers, one for each team, from this number on; 0: __syncthreads
-  static constexpr int kKeys = kTile.keys, kStages = kTile.stages;
-  static constexpr bool kHasRegisters = sizeof(T) == 2 && kRowTiles == 1 && kHeadDim <= 128;  // registers to spare
-  static constexpr int kPack = Format::kPack, kRowElements = kHeads * kHeadDim / kPack;       // of a row of keys
-  using KeyTile = SwizzledTile<T, kRowElements>;                                              // for keys and values
-  static constexpr int kQueryStride = kTileStride<T, kHeadDim>, kVectorElements = kVectorBytes / sizeof(T);
-  static constexpr int kQueryVectors = kHeadDim / kVectorElements;
-  static constexpr int kStageElements = 2 * kKeys * kRowElements;
-  static constexpr int kScoreTiles = kKeys / 8, kSteps = kKeys / Core::kK;
-  // Output columns per warp, computed in chunks. With many fp32 columns in one chunk the compiler hoists so many loads
-  // of values that registers spill.
-  static constexpr int kWarpColumns = kHeads * kHeadDim / kColumnWarps;
-  static constexpr int kChunkColumns = sizeof(T) == 4 && kWarpColumns > 128 ? 16 : kWarpColumns;
-  static constexpr int kChunks = kWarpColumns / kChunkColumns, kChunkTiles = kChunkColumns / 8;
-  // The query fragments stay in registers for the whole part, if a warp has one row tile of 16-bit elements.
-  static constexpr bool kKeepsQueries = kHasRegisters;
-  static constexpr int kSumStride = kHeadDim + 8;  // in floats; the padding avoids bank conflicts between rows
-  static_assert(kUnitKeys % kKeys == 0);
-  // The epilogue stores a team's accumulators over its ring. With three stages it starts at the last stage, while the
-  // other stages already receive the first keys of the next part.
-  static constexpr int kSumElements = kAllRows * kSumStride * static_cast<int>(sizeof(float) / sizeof(T));
-  static constexpr bool kAhead = kStages > 2 && (Format::kAlwaysAhead || 4 * kSumElements <= 5 * kStageElements);
-  static constexpr int kSumsBegin = kAhead ? (kStages - 1) * kStageElements : 0;
-  static constexpr int kSumsEnd = kSumsBegin + kSumElements;
-  static constexpr int kTeamElements = kStages * kStageElements > kSumsEnd ? kStages * kStageElements : kSumsEnd;
-
-  // A warp copies runs of adjacent keys. A run never crosses pages, whose sizes are multiples of 16 keys.
-  static constexpr int kWarpKeys = kKeys / kTeamWarps, kRunKeys = kWarpKeys < 16 ? kWarpKeys : 16;
-  // It copies kRunsAtOnce runs at the same time, each with kRunLanes lanes, so that each lane locates one of them only.
-  static constexpr int kRuns = kWarpKeys / kRunKeys, kRunsAtOnce = Format::kSparesInstructions ? kRuns : 1;
-  static constexpr int kRunLanes = 32 / kRunsAtOnce, kLaneRuns = kRuns / kRunsAtOnce;
-  static constexpr int kRowVectors = kRowElements / kVectorElements, kRunVectors = kRunKeys * kRowVectors;
-  // The assignment of lanes to columns repeats after kPeriod vectors per lane, which cover kPeriodKeys rows.
-  static constexpr int kPeriod = kRowVectors % kRunLanes == 0   ? kRowVectors / kRunLanes
-                                 : kRunLanes % kRowVectors == 0 ? 1
-                                                                : 3;
-  static constexpr int kPeriodKeys = kRunLanes * kPeriod / kRowVectors;
-  static_assert(kRunVectors % (kRunLanes * kPeriod) == 0 && kRunLanes * kPeriod % kRowVectors == 0);
-  static_assert((kPeriodKeys & (kPeriodKeys - 1)) == 0);
-
-  // Shared memory: the query tile (double-buffered if kAhead), the row maxima and sums of each team, the rings.
-  static constexpr int kQueryElements = kAllRows * kQueryStride;
-  static constexpr int kQueryBytes = (kAhead ? 2 : 1) * kQueryElements * static_cast<int>(sizeof(T));
-  static constexpr int kTeamBytes =
-      kAllRows * static_cast<int>(sizeof(RowSum)) + kTeamElements * static_cast<int>(sizeof(T));
-
-  struct Runs {
-    const Key *k[kLaneRuns], *v[kLaneRuns];
-  };
-
-  const DecodeParams& p;
-  const Plan& plan;
-  const GeneralScore& score;
-  T* q_tiles;
-  RowSum* row_sums;
-  T* rings;
-  int teams;
-  bool aligned;  // whether rows of k and v can be read in 16-byte vectors
-  bool whole;    // aligned, and head_dim and head_dim_v are both kHeadDim
-  int now = 0;   // index of the current entry of parts() and works()
-  const int thread = kHasRegisters ? ptx::opaque(threadIdx.x) : static_cast<int>(threadIdx.x);
-  // The compiler would recompute the swizzled addresses for every operand. ptx::opaque keeps them in registers where
-  // there are registers to spare.
-  const int kept_key_place = kHasRegisters ? ptx::opaque(KeyTile::first_place_b()) : 0;
-  const int kept_value_place = kHasRegisters ? ptx::opaque(KeyTile::first_place_transposed()) : 0;
-  Format format;
-  float out[kChunks][kRowTiles][kChunkTiles][4];
-  OnlineSoftmax<> softmax[kRowTiles];
-  typename Core::A queries[kKeepsQueries ? kHeadDim / Core::kK : 1];
-
-  __device__ Split(const DecodeParams& params, const Plan& plan, const GeneralScore& score, bool aligned,
-                   unsigned char* shared)
-      : p(params),
-        plan(plan),
-        score(score),
-        teams(blockDim.x / 32 / kTeamWarps),
-        aligned(aligned),
-        whole(aligned && params.head_dim == kHeadDim && params.head_dim_v == kHeadDim) {
-    q_tiles = reinterpret_cast<T*>(shared);
-    row_sums = reinterpret_cast<RowSum*>(shared + kQueryBytes);
-    rings = reinterpret_cast<T*>(row_sums + teams * kAllRows);
-  }
-
-  // The current and the next part with their sequences, in shared memory to reduce register pressure.
-  static __device__ __forceinline__ Part* parts() {
-    __shared__ Part parts[2];
-    return parts;
-  }
-  static __device__ __forceinline__ SequenceWork* works() {
-    __shared__ SequenceWork works[2];
-    return works;
-  }
-  __device__ __forceinline__ const Part& part() const { return parts()[now]; }
-  __device__ __forceinline__ const SequenceWork& work() const { return works()[now]; }
-  __device__ __forceinline__ T* q_tile() const { return q_tiles + (kAhead ? now * kQueryElements : 0); }
-  __device__ __forceinline__ int lane() const { return thread % 32u; }
-  __device__ __forceinline__ int team() const { return thread / 32u / kTeamWarps; }
-  __device__ __forceinline__ int member() const { return thread / 32u % kTeamWarps; }
-  __device__ __forceinline__ void team_sync() const {
-    if constexpr (kTeamWarps == 1) {
-      __syncwarp();
-    } else {
-      ptx::named_barrier_sync(kTeamBarriers + team(), kTeamWarps * 32);
-    }
-  }
-  __device__ __forceinline__ T* stage(int i) const { return rings + team() * kTeamElements + i * kStageElements; }
-
-  // The first packed row of this warp and of this lane within the tile. The lane's other rows follow at steps of 8.
-  __device__ __forceinline__ int warp_row() const { return member() / kColumnWarps * 16 * kRowTiles; }
-  __device__ __forceinline__ int lane_row() const { return warp_row() + g(); }
-  // The first output column of this warp.
-  __device__ __forceinline__ int warp_column() const { return member() % kColumnWarps * kWarpColumns; }
-  // The KV head of a row of the tile, and the number of the row among the packed rows of that head.
-  __device__ __forceinline__ int key_head(int i) const {
-    return kHeads == 1 ? part().head_k : part().head_k * kHeads + i / kRows;
-  }
-  __device__ __forceinline__ int packed_row(int i) const {
-    return part().row_tile * kRows + (kHeads == 1 ? i : i % kRows);
-  }
-  // The query and the query head of a row of the tile. Padding rows map to queries past the last one.
-  struct Row {
-    int query, head;
-  };
-  __device__ __forceinline__ Row row(int i) const {
-    const int packed = packed_row(i);
-    return {packed / plan.group, key_head(i) * plan.group + packed % plan.group};
-  }
-  __device__ __forceinline__ Mask32 mask() const { return Mask32(p, work().queries, work().length); }
-
-  // --- scheduling of parts
-  // ---------------------------------------------------------------------------------------------
-
-  __device__ void run_fixed() {
-    const int heads = static_cast<int>(p.heads_k), split = blockIdx.x % plan.splits, task = blockIdx.x / plan.splits;
-    const int b = task / plan.row_tiles / heads, head = task / plan.row_tiles % heads;
-    const SequenceWork work = SequenceWork::of<kRows>(p, plan, b);
-    const IndexRange keys = split_keys({work.begin, work.end}, kUnitKeys, plan.splits, split);
-    // Causal calls start with the longest row tiles. An unsplit sequence may have more row tiles than plan.row_tiles.
-    int row_tile = plan.row_tiles - 1 - task % plan.row_tiles;
-    if (plan.splits > 1 && split == 0 && threadIdx.x == 0) {
-      const int slot = task * plan.splits, parts = row_tile < work.tiles ? plan.splits : 0;
-      plan.split_tasks[task] = {b, head, row_tile, parts, slot, slot};
-    }
-    if (threadIdx.x == 0) {
-      const int slot = plan.splits > 1 ? static_cast<int>(blockIdx.x) : -1;
-      parts()[now] = {b, head, 0, static_cast<int>(keys.begin), static_cast<int>(keys.end), split == 0, slot};
-      works()[now] = work;
-    }
-    __syncthreads();
-    for (; row_tile < works()[now].tiles; row_tile += plan.row_tiles) {
-      if (threadIdx.x == 0) parts()[now].row_tile = row_tile;
-      __syncthreads();
-      Walk walk = start();
-      walk_keys(walk);
-      finish();
-    }
-  }
-
-  __device__ void run_share() {
-    __shared__ Share share;                    // the parts that are not yet taken
-    const bool is_early = plan.knows_lengths;  // the previous kernel may still be running
-    if (threadIdx.x == 0) is_early ? forget_begun_task() : forget_task();
-    Share::find<kRows>(&share, &works()[now], p, plan);
-    if (!find_part(&share, now, true, is_early)) {
-      if (is_early) begin_memory_accesses(), store_begun_task();
-      return;
-    }
-    Walk walk = start(is_early);
-    if (is_early) store_begun_task();
-    for (;;) {
-      const bool has_next = find_part(&share, now ^ 1);  // overlaps the copies of this part's first keys
-      walk_keys(walk);
-      if (kAhead && has_next) walk = start_next();
-      finish();
-      if (!has_next) return;
-      now ^= 1;
-      if (!kAhead) walk = start();
-    }
-  }
-
-  // What an early thread block writes to split_tasks when it may: the task that its first part begins, if any.
-  // It fills whole vectors: the compiler reads its neighbours in vectors, which racecheck reports if they overlap it.
-  struct alignas(16) BegunTask {
-    int at;  // index in split_tasks; -1: none
-    SplitTask task;
-  };
-  static __device__ __forceinline__ BegunTask& begun_task() {
-    __shared__ BegunTask begun;
-    return begun;
-  }
-  static __device__ __forceinline__ void forget_begun_task() { begun_task().at = -1; }
-  __device__ __forceinline__ void forget_task() const {
-    if (!plan.by_task) plan.split_tasks[blockIdx.x].parts = 0;
-  }
-  __device__ __forceinline__ void begin_task(int at, const SplitTask& task, bool is_early) const {
-    if (is_early) {
-      begun_task() = BegunTask{at, task};
-    } else {
-      plan.split_tasks[at] = task;
-    }
-  }
-  __device__ __forceinline__ void store_begun_task() const {
-    if (threadIdx.x > 0) return;
-    forget_task();
-    if (begun_task().at >= 0) plan.split_tasks[begun_task().at] = begun_task().task;
-  }
-  static __device__ __forceinline__ void begin_memory_accesses() {
-    ptx::wait_for_previous_kernel();
-    ptx::let_next_kernel_start();
-  }
-
-  // Takes the next part from the share. Returns false if the share is empty. is_known: whether works()[which] already
-  // describes the sequence. is_early: nothing may be written to global memory yet.
-  __device__ __forceinline__ bool find_part(Share* share, int which, bool is_known = false, bool is_early = false) {
-    for (; share->begin < share->end; is_known = false) {
-      const SequenceWork work = is_known ? works()[which] : SequenceWork::of<kRows>(p, plan, share->b);
-      Part part{};
-      const int end = next_part(*share, &part, work, is_early);
-      const bool found = end > share->begin;
-      __syncthreads();  // all threads have read the share
-      if (threadIdx.x == 0) {
-        parts()[which] = part;
-        works()[which] = work;
-        share->advance(end, work.task_units(p));
-      }
-      __syncthreads();
-      if (found) return true;
-    }
-    return false;
-  }
-
-  // Fills in the first part of the share, and returns the unit after it. Returns share.begin if the sequence has no
-  // units left.
-  __device__ __forceinline__ int next_part(const Share& share, Part* part, const SequenceWork& work, bool is_early) {
-    const int block = static_cast<int>(blockIdx.x);
-    const int unit = share.begin - share.sequence_begin;
-    if (unit >= work.task_units(p)) return share.begin;  // the share continues in the next sequence
-    const int task = unit / work.units, task_begin = share.sequence_begin + task * work.units;
-    const bool is_unit = plan.part_keys > 0;
-    const int task_end = task_begin + work.units, end = is_unit ? share.begin + 1 : min(task_end, share.end);
-    const int first_unit = work.first_unit() - task_begin;
-    const bool is_first = share.begin == task_begin, is_last = end == task_end;
-    part->b = share.b;
-    part->head_k = task / work.tiles;
-    part->row_tile = task % work.tiles;
-    part->begin = max(work.begin, (first_unit + share.begin) * work.unit_keys);
-    part->end = min(work.end, (first_unit + end) * work.unit_keys);
-    part->is_first = is_first;
-    if (is_unit) {
-      // Invalid, overlapping cu_seqlens could need more slots than the workspace has.
-      const bool is_split = work.units > 1 && task_end <= plan.slots;
-      part->slot = is_split ? share.begin : -1;
-      if (is_first && threadIdx.x == 0) {
-        const int parts = is_split ? work.units : 0;
-        begin_task(task_of(*part), {part->b, part->head_k, part->row_tile, parts, task_begin, task_begin}, is_early);
-      }
-      return end;
-    }
-    // Slot `block` is for the task that this thread block continues, slot plan.blocks + block for the task that it
-    // begins.
-    part->slot = is_first && is_last ? -1 : block + (is_first ? plan.blocks : 0);
-    if (is_first && (plan.by_task || !is_last) && threadIdx.x == 0) {
-      const int at =
-          plan.by_task ? (part->b * static_cast<int>(p.heads_k) + part->head_k) * work.tiles + part->row_tile : block;
-      const int parts = is_last ? 0 : share.block_of(task_end - 1) - block + 1;
-      begin_task(at, {part->b, part->head_k, part->row_tile, parts, block + plan.blocks, block}, is_early);
-    }
-    return end;
-  }
-
-  // The index of a task in split_tasks, for shares with fixed parts. A packed sequence takes its index from its offset
-  // in the packed queries, so that a thread block need not sum the tile counts of the sequences before it.
-  __device__ __forceinline__ int task_of(const Part& part) const {
-    const int64_t start = query_sequence(p, part.b).start;
-    const int first = p.is_varlen() ? static_cast<int>(start * plan.group / kRows) + part.b : part.b * plan.row_tiles;
-    return part.head_k * plan.head_tasks + first + part.row_tile;
-  }
-
-  // --- mainloop of one part
-  // ------------------------------------------------------------------------------------------------------
-
-  // A team's iteration over the keys of a part.
-  struct Walk {
-    Limits keys, whole;  // cache rows visible to at least one row of the tile, and to every row of the tile
-    int first, steps;    // the team's first step and its number of steps
-    KeyLocator locator;
-    uint32_t reciprocal;  // of the page size, for formats that locate keys with it
-    Runs runs;            // runs of the step that is copied next
-  };
-
-  // Starts copying the queries and the first keys of a part. is_early: the previous kernel may still be running.
-  __device__ __forceinline__ Walk start(bool is_early = false) {
-    const int first_query = part().row_tile * kRows / plan.group;
-    const int end_query = min((part().row_tile * kRows + kRows - 1) / plan.group + 1, work().queries);
-    const Limits visible = mask().keys_of(first_query, end_query), whole = mask().keys_of_all(first_query, end_query);
-    const int begin = max(part().begin, work().first_row + visible.begin);
-    const int end = max(begin, min(part().end, work().first_row + visible.end));
-    const int first = begin / kKeys + team(), last = end > begin ? (end - 1) / kKeys : -1;
-    Walk walk{{begin, end},
-              {work().first_row + whole.begin, work().first_row + whole.end},
-              first,
-              last >= first ? (last - first) / teams + 1 : 0,
-              KeyLocator(p, part().b),
-              0,
-              {}};
-    if constexpr (Format::kSparesInstructions) walk.reciprocal = walk.locator.reciprocal_of_pages();
-    locate(walk, 0);
-    if (is_early) begin_memory_accesses();
-#pragma unroll 1
-    for (int i = 0; i < kStages - 1; ++i) {
-      copy_step(walk, i, i);
-      if (i == 0) load_queries();  // after the first keys, whose loads take longer
-      ptx::cp_async_commit();
-    }
-    return walk;
-  }
-  __device__ __forceinline__ Walk start_next() {
-    now ^= 1;
-    const Walk walk = start();
-    now ^= 1;
-    return walk;
-  }
-
-  __device__ __forceinline__ void finish() {
-    store_sums();
-    __syncthreads();
-    store_rows();
-    __syncthreads();
-  }
-
-  __device__ void load_queries() {
-    const int64_t start = query_sequence(p, part().b).start;
-    const int columns = static_cast<int>(p.head_dim), rows = work().queries * plan.group;
-    const bool in_vectors = rows_are_aligned(p.q);
-#pragma unroll 1
-    for (int v = threadIdx.x; v < kAllRows * kQueryVectors; v += blockDim.x) {
-      const int i = v / kQueryVectors, column = v % kQueryVectors * kVectorElements;
-      const Row at = row(i);
-      const bool exists = packed_row(i) < rows;
-      const T* const from = exists ? row_pointer<const T>(p.q, part().b, at.head, start + at.query) + column : nullptr;
-      T* const to = q_tile() + i * kQueryStride + column;
-      const int elements = exists ? columns - column : 0;
-      if (Format::widen_query(p, to, part().b, at.head, start + at.query, column, elements)) continue;
-      in_vectors ? copy_vector(to, from, elements) : copy_elements(to, from, elements);
-    }
-  }
-
-  // Whether rows can be read in vectors that are 16-byte aligned.
-  static __device__ __forceinline__ bool rows_are_aligned(const TensorView& t) {
-    const int64_t strides = t.batch_stride | t.head_stride | t.row_stride;
-    return reinterpret_cast<uintptr_t>(t.data) % kVectorBytes == 0 && strides % kVectorElements == 0;
-  }
-
-  // Starts an asynchronous copy of the first `elements` elements of a vector. The other elements become zero.
-  template <class X>  // T or Key
-  static __device__ __forceinline__ void copy_vector(T* to, const X* from, int elements) {
-    constexpr int kElements = kVectorBytes / sizeof(X);
-    ptx::cp_async_part(to, from, min(max(elements, 0), kElements) * static_cast<int>(sizeof(X)));
-  }
-  // The same copy from an unaligned address, synchronous.
-  template <class X>
-  static __device__ __forceinline__ void copy_elements(T* to, const X* from, int elements) {
-    constexpr int kElements = kVectorBytes / sizeof(X);
-#pragma unroll 1
-    for (int e = 0; e < kElements; ++e) {
-      X zero;
-      narrow(0.f, &zero);
-      reinterpret_cast<X*>(to)[e] = e < elements ? from[e] : zero;
-    }
-  }
-
-  __device__ __forceinline__ void walk_keys(Walk& walk) {
-    start_rows();
-    ptx::cp_async_wait<kStages - 2>();
-    __syncthreads();  // the queries have arrived
-    prepare_queries();
-    if constexpr (kKeepsQueries) {
-#pragma unroll
-      for (int d = 0; d < kHeadDim; d += Core::kK) queries[d / Core::kK] = query_operand(0, d);
-    }
-    int from = 0, to = kStages - 1;
-    for (int i = 0; i < walk.steps; ++i) {
-      ptx::cp_async_wait<kStages - 2>();
-      team_sync();
-      copy_step(walk, i + kStages - 1, to);
-      ptx::cp_async_commit();
-      compute_step(stage(from), (walk.first + i * teams) * kKeys, walk.whole);
-      from = from + 1 == kStages ? 0 : from + 1;
-      to = to + 1 == kStages ? 0 : to + 1;
-    }
-    team_sync();
-  }
-
-  __device__ __forceinline__ void prepare_queries() {
-    if constexpr (Format::kPreparesQueries) {
-      for (int i = thread / 32; i < kAllRows; i += blockDim.x / 32) {
-        Format::template prepare_query<kHeadDim>(q_tile() + i * kQueryStride);
-      }
-      __syncthreads();
-    }
-    format.template start_part<kHeadDim>(
-        p, part().b, [&](int i, int r) { return key_head(lane_row() + 16 * i + 8 * r); },
-        [&](int i, int r) { return q_tile() + (lane_row() + 16 * i + 8 * r) * kQueryStride; });
-  }
-
-  // Starts copying the team's i-th step, if it exists, and locates the next step.
-  __device__ __forceinline__ void copy_step(Walk& walk, int i, int to) const {
-    if (i >= walk.steps) return;
-    load(stage(to), walk.runs, walk.first + i * teams, walk.keys);
-    locate(walk, i + 1);
-  }
-
-  // The first key of the i-th run of this lane within a step.
-  __device__ __forceinline__ int run_key(int i) const {
-    const int first = member() * kWarpKeys + i * kRunsAtOnce * kRunKeys;
-    return kRunsAtOnce == 1 ? first : first + lane() / kRunLanes * kRunKeys;
-  }
-  __device__ __forceinline__ int run_lane() const { return kRunsAtOnce == 1 ? lane() : lane() % kRunLanes; }
-
-  // Locates the runs that this lane copies in a step, one step before their copy: the load from the block table then
-  // overlaps the computation.
-  __device__ __forceinline__ void locate(Walk& walk, int step) const {
-    if (step >= walk.steps) return;
-#pragma unroll
-    for (int i = 0; i < kLaneRuns; ++i) {
-      const int row = (walk.first + step * teams) * kKeys + run_key(i);
-      const int run_row = min(row, walk.keys.end - 1) / kRunKeys * kRunKeys;
-      const KeyRun run = Format::kSparesInstructions ? walk.locator.run_of_row(run_row, kRunKeys, walk.reciprocal)
-                                                     : walk.locator.run_of_row(run_row, kRunKeys);
-      walk.runs.k[i] = row_pointer<const Key>(p.k, run.entry, part().head_k, run.row);
-      walk.runs.v[i] = row_pointer<const Key>(p.v, run.entry, part().head_k, run.row);
-    }
-  }
-
-  // Starts copying the keys and values of a step.
-  __device__ __forceinline__ void load(T* to, const Runs& runs, int step, const Limits& keys) const {
-    const int columns = kHeads * static_cast<int>(p.head_dim), columns_v = kHeads * static_cast<int>(p.head_dim_v);
-    const bool all = whole && step * kKeys >= keys.begin && (step + 1) * kKeys <= keys.end;
-#pragma unroll
-    for (int i = 0; i < kLaneRuns; ++i) {
-      const int key = run_key(i), row = step * kKeys + key;
-      T* const k_to = to + key * kRowElements;
-      T* const v_to = k_to + kKeys * kRowElements;
-      if (all) {
-        load_whole_run(k_to, runs.k[i], p.k.row_stride);
-        load_whole_run(v_to, runs.v[i], p.v.row_stride);
-      } else {
-        load_run(k_to, runs.k[i], p.k.row_stride, columns, row, keys);
-        load_run(v_to, runs.v[i], p.v.row_stride, columns_v, row, keys);
-      }
-    }
-  }
-  // A run without masked keys and padding columns, the common case in the mainloop.
-  __device__ __forceinline__ void load_whole_run(T* to, const Key* from, int64_t row_stride) const {
-#pragma unroll
-    for (int phase = 0; phase < kPeriod; ++phase) {
-      const int v = run_lane() + kRunLanes * phase, key = v / kRowVectors, column = v % kRowVectors * kVectorElements;
-      const Key* source = from + key * row_stride + column * kPack;
-      T* const target = to + key * kRowElements;
-      const int place = column ^ KeyTile::places(key);
-#pragma unroll
-      for (int i = 0; i < kRunVectors / (kRunLanes * kPeriod); ++i) {
-        // key < kPeriodKeys, a power of two, so key and `further` have no bits in common.
-        const int further = i * kPeriodKeys;
-        ptx::cp_async(target + further * kRowElements + (place ^ KeyTile::places(further)), source, true);
-        source += kPeriodKeys * row_stride;
-      }
-    }
-  }
-  // row: cache row of the first key of the run. Keys outside `keys` are not read and become zero.
-  __device__ __forceinline__ void load_run(T* to, const Key* from, int64_t row_stride, int columns, int row,
-                                           const Limits& keys) const {
-    const auto copy = [&](int v, const auto& copy_one) {
-      const int key = v / kRowVectors, column = v % kRowVectors * kVectorElements;
-      const bool exists = row + key >= keys.begin && row + key < keys.end;
-      copy_one(to + KeyTile::offset(key, column), from + key * row_stride + column * kPack,
-               exists ? columns - column * kPack : 0);
-    };
-    if (aligned) {
-#pragma unroll 4
-      for (int i = 0; i < kRunVectors / kRunLanes; ++i) copy(run_lane() + kRunLanes * i, copy_vector<Key>);
-    } else {
-#pragma unroll 1
-      for (int v = run_lane(); v < kRunVectors; v += kRunLanes) copy(v, copy_elements<Key>);
-    }
-  }
-
-  // Initialises accumulators and softmax. The sink is counted once: by team 0 of the task's first part, or by its
-  // epilogue.
-  __device__ __forceinline__ void start_rows() {
-    const bool has_sink = Format::kSoftmaxHasSink && p.has_sink && part().is_first && team() == 0;
-#pragma unroll
-    for (int i = 0; i < kRowTiles; ++i) {
-      for_chunks([&](int c) { set_zero(out[c][i]); });
-      float sinks[2];
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const Row at = row(lane_row() + 16 * i + 8 * r);
-        sinks[r] = has_sink && at.query < work().queries ? head_sink(p, at.head) : -infinity();
-      }
-      softmax[i].start(sinks);
-    }
-  }
-
-  __device__ __forceinline__ typename Core::A query_operand(int row_tile, int column) const {
-    return Core::load_a(q_tile(), kQueryStride, warp_row() + row_tile * 16, column);
-  }
-
-  __device__ __forceinline__ int key_place() const { return kHasRegisters ? kept_key_place : KeyTile::first_place_b(); }
-  __device__ __forceinline__ int value_place() const {
-    return kHasRegisters ? kept_value_place : KeyTile::first_place_transposed();
-  }
-
-  // row0: cache row of the first key of the step.
-  __device__ __forceinline__ void compute_step(const T* keys, int row0, const Limits& whole) {
-    float scores[kRowTiles][kScoreTiles][4];
-    auto operand = [&](int i, int d) {
-      if constexpr (kKeepsQueries) {
-        return queries[d / Core::kK];
-      } else {
-        return query_operand(i, d);
-      }
-    };
-    const auto multiply = [&](float (&products)[kRowTiles][kScoreTiles][4], int first_column) {
-      Format::template score_product<kHeadDim>(products, operand, [&](typename Core::B(&pair)[2], int n, int d) {
-        KeyTile::load_b(pair, keys + n * 8 * kRowElements, KeyTile::moved(key_place(), (first_column + d) / kPack));
-      });
-    };
-    multiply(scores, 0);
+__device__ __forceinline__ void Split<Key, kHeadDim, kTileRows>::store_sums() {
+  float* const own = sums(team());
+  const int rows = tile_rows();
+  each_row([&](int i, int r) {
+    const int row = lane_row() + 16 * i + 8 * r;
+    const float sum = softmax[i].total(r);
+    if ((kHeads == 1 ? row : row % kRows) >= rows) return;
+    if (t() == 0 && warp_column() == 0) row_sums[team() * kAllRows + row] = {softmax[i].max[r], sum};
+    // The largest logit is stored after the columns of the row, in the padding.
+    if (t() == r && warp_column() == 0) own[row * kSumStride + kHeadDim] = softmax[i].largest_logit;
     if constexpr (kHeads == 2) {
-      float second[kRowTiles][kScoreTiles][4];
-      multiply(second, kHeadDim);
-      each_element<kRowTiles, kScoreTiles>([&](int i, int n, int e) {
-        if (e >= 2) scores[i][n][e] = second[i][n][e];
-      });
+      auto& columns = reinterpret_cast<float (&)[2][kChunkTiles / 2][4]>(out[0][i]);
+      Format::store_sums(own + row * kSumStride, columns[r], r);
+    } else {
+      for_chunks(
+          [&](int c) { Format::store_sums(own + row * kSumStride + warp_column() + c * kChunkColumns, out[c][i], r); });
     }
-    const auto rule = format.make_logits(score, scores, p.alibi_slopes != nullptr);
-    if (p.alibi_slopes) add_slopes(scores, row0);
-    if (row0 < whole.begin || row0 + kKeys > whole.end) hide_unseen(scores, row0);
-    if (p.has_intervals()) hide_by_mask(scores, row0);
-    const T* const values = keys + kKeys * kRowElements;
-    typename Core::A weights[kRowTiles][kSteps];
-#pragma unroll
-    for (int i = 0; i < kRowTiles; ++i) {
-      softmax[i].weigh(scores[i], rule, kTolerance,
-                       [&](const float (&shrink)[2]) { for_chunks([&](int c) { rescale(out[c][i], shrink); }); });
-#pragma unroll
-      for (int step = 0; step < kSteps; ++step) weights[i][step] = Core::from_accumulators(scores[i], step);
-    }
-    for_chunks([&](int chunk) {
-      const int column = warp_column() + chunk * kChunkColumns;
-      const auto weight = [&](int i, int step) { return weights[i][step]; };
-      const auto load_values = [&](typename Core::B(&pair)[2], int step, int c) {
-        KeyTile::load_b_transposed(pair, values + step * Core::kK * kRowElements,
-                                   KeyTile::moved(value_place(), (column + c * 8) / kPack));
-      };
-      Format::template accumulate<kSteps>(out[chunk], weight, load_values);
-      if (kChunks > 1) __syncwarp();
-    });
-  }
+  });
+}
 
-  template <class Body>
-  static __device__ __forceinline__ void for_chunks(const Body& body) {
+template <class Key, int kHeadDim, int kTileRows>
+__device__ __forceinline__ auto Split<Key, kHeadDim, kTileRows>::combine_teams(int i, int column) const -> Combined {
+  constexpr int kMostTeams = kMaxWarps / kTeamWarps;
+  Combined all;
+  float max = -infinity(), sum = 0;
+  RowSum own[kMostTeams];
 #pragma unroll
-    for (int c = 0; c < kChunks; ++c) body(c);
-  }
-  template <class Body>
-  static __device__ __forceinline__ void each_row(const Body& body) {
+  for (int n = 0; n < kMostTeams; ++n) own[n] = n < teams ? row_sums[n * kAllRows + i] : RowSum{-infinity(), 0.f};
 #pragma unroll
-    for (int i = 0; i < kRowTiles; ++i) {
+  for (int n = 0; n < kMostTeams; ++n) max = fmaxf(max, own[n].max);
+  if (!Format::kSoftmaxHasSink) {
+    const float sink = p.has_sink && part().is_first ? head_sink(p, row(i).head) : -infinity();
+    max = fmaxf(max, sink);
+    if (sink_counts(sink)) sum = ptx::ex2(sink - finite_max(max));
+  }
 #pragma unroll
-      for (int r = 0; r < 2; ++r) body(i, r);
-    }
+  for (int n = 0; n < kMostTeams; ++n) {
+    if (own[n].sum == 0) continue;
+    const float weight = ptx::ex2(own[n].max - finite_max(max));
+    const float4 values = *reinterpret_cast<const float4*>(sums(n) + i * kSumStride + column);
+    sum += own[n].sum * weight;
+    all.x[0] += values.x * weight, all.x[1] += values.y * weight;
+    all.x[2] += values.z * weight, all.x[3] += values.w * weight;
   }
-
-  // The query and the query head of row g (r = 0) or g + 8 of row tile i.
-  __device__ __forceinline__ Row row(int i, int r) const { return row(lane_row() + 16 * i + 8 * r); }
-
-  __device__ __forceinline__ void hide_unseen(float (&x)[kRowTiles][kScoreTiles][4], int row0) const {
-    const auto query_of = [&](int i, int r) { return row(i, r).query; };
-    hide_keys_of<true, true>(x, mask(), query_of, row0 + 2 * t() - work().first_row);
-  }
-
-  __device__ __forceinline__ void add_slopes(float (&x)[kRowTiles][kScoreTiles][4], int row0) const {
-    const float* const slopes = static_cast<const float*>(p.alibi_slopes) + part().b * p.alibi_batch_stride;
-    const int position = work().first_row + mask().first_position();  // cache row at the position of query 0
-    add_slopes_of(x, [&](int i, int r) {
-      const Row at = row(i, r);
-      return SlopeOfRow{at.query < work().queries ? slopes[at.head] * kLog2E<float> : 0.f,
-                        row0 + 2 * t() - position - at.query};
-    });
-  }
-
-  // A Mask has intervals for the last mask_keys keys of the sequence only.
-  __device__ __forceinline__ void hide_by_mask(float (&x)[kRowTiles][kScoreTiles][4], int row0) const {
-    const int masked = static_cast<int>(p.mask_keys), start = work().first_row + work().length - masked;
-    if (row0 + kKeys <= start) return;
-    hide_keys_by_interval_of(x, masked, row0 + 2 * t() - start, [&](int i, int r) {
-      const Row at = row(i, r);
-      const bool exists = at.query < work().queries;
-      return IntervalsOfRow{at.query, exists,
-                            exists ? reinterpret_cast<const int2*>(head_intervals(p, part().b, at.head, 0)) : nullptr};
-    });
-  }
-
-  // --- epilogue of a part
-  // ---------------------------------------------------------------------------------------------
-
-  // A team's accumulators in shared memory, stored over its ring.
-  __device__ __forceinline__ float* sums(int team) const {
-    return reinterpret_cast<float*>(rings + team * kTeamElements + kSumsBegin);
-  }
-  __device__ __forceinline__ void store_sums() {
-    float* const own = sums(team());
-    const int rows = tile_rows();
-    each_row([&](int i, int r) {
-      const int row = lane_row() + 16 * i + 8 * r;
-      const float sum = softmax[i].total(r);
-      if ((kHeads == 1 ? row : row % kRows) >= rows) return;
-      if (t() == 0 && warp_column() == 0) row_sums[team() * kAllRows + row] = {softmax[i].max[r], sum};
-      // The largest logit is stored after the columns of the row, in the padding.
-      if (t() == r && warp_column() == 0) own[row * kSumStride + kHeadDim] = softmax[i].largest_logit;
-      if constexpr (kHeads == 2) {
-        auto& columns = reinterpret_cast<float (&)[2][kChunkTiles / 2][4]>(out[0][i]);
-        Format::store_sums(own + row * kSumStride, columns[r], r);
-      } else {
-        for_chunks([&](int c) {
-          Format::store_sums(own + row * kSumStride + warp_column() + c * kChunkColumns, out[c][i], r);
-        });
-      }
-    });
-  }
-
-  // Number of rows of the tile without padding, of each KV head.
-  __device__ __forceinline__ int tile_rows() const {
-    return min(kRows, work().queries * plan.group - part().row_tile * kRows);
-  }
-
-  // Four columns of a row over all teams: the output, and the maximum and the sum of its weights.
-  struct Combined {
-    float x[4] = {};
-    RowSum row;
-  };
-  __device__ __forceinline__ Combined combine_teams(int i, int column) const {
-    constexpr int kMostTeams = kMaxWarps / kTeamWarps;
-    Combined all;
-    float max = -infinity(), sum = 0;
-    RowSum own[kMostTeams];
+  const float factor = sum == 0 ? 0.f : 1 / sum * Format::value_factor(p, part().b, key_head(i));
 #pragma unroll
-    for (int n = 0; n < kMostTeams; ++n) own[n] = n < teams ? row_sums[n * kAllRows + i] : RowSum{-infinity(), 0.f};
-#pragma unroll
-    for (int n = 0; n < kMostTeams; ++n) max = fmaxf(max, own[n].max);
-    if (!Format::kSoftmaxHasSink) {
-      const float sink = p.has_sink && part().is_first ? head_sink(p, row(i).head) : -infinity();
-      max = fmaxf(max, sink);
-      if (sink_counts(sink)) sum = ptx::ex2(sink - finite_max(max));
-    }
-#pragma unroll
-    for (int n = 0; n < kMostTeams; ++n) {
-      if (own[n].sum == 0) continue;
-      const float weight = ptx::ex2(own[n].max - finite_max(max));
-      const float4 values = *reinterpret_cast<const float4*>(sums(n) + i * kSumStride + column);
-      sum += own[n].sum * weight;
-      all.x[0] += values.x * weight, all.x[1] += values.y * weight;
-      all.x[2] += values.z * weight, all.x[3] += values.w * weight;
-    }
-    const float factor = sum == 0 ? 0.f : 1 / sum * Format::value_factor(p, part().b, key_head(i));
-#pragma unroll
-    for (int e = 0; e < 4; ++e) all.x[e] = sum == 0 ? 0.f : all.x[e] * factor;
-    all.row = {max, sum};
-    return all;
-  }
-  __device__ __forceinline__ float largest_logit(int i) const {
-    float largest = -infinity();
+  for (int e = 0; e < 4; ++e) all.x[e] = sum == 0 ? 0.f : all.x[e] * factor;
+  all.row = {max, sum};
+  return all;
+}
+
+template <class Key, int kHeadDim, int kTileRows>
+__device__ __forceinline__ float Split<Key, kHeadDim, kTileRows>::largest_logit(int i) const {
+  float largest = -infinity();
 #pragma unroll 1
-    for (int n = 0; n < teams; ++n) largest = fmaxf(largest, sums(n)[i * kSumStride + kHeadDim]);
-    return largest;
-  }
+  for (int n = 0; n < teams; ++n) largest = fmaxf(largest, sums(n)[i * kSumStride + kHeadDim]);
+  return largest;
+}
 
-  // Combines the teams and stores the output or the partial result. A thread handles four columns of a row at a time;
-  // the one that has column 0 also stores the row's statistics.
-  __device__ __forceinline__ void store_rows() {
-    constexpr int kGroups = kHeadDim / 4;
-    constexpr int kUnrolled = kAllRows > 16 ? 2 : 1;  // wide tiles: the accumulators no longer occupy registers
-    const int rows = tile_rows(), vectors = kHeads * rows * kGroups;
-    const int64_t first_query = query_sequence(p, part().b).start;
+// Combines the teams and stores the output or the partial result. A thread handles four columns of a row at a time;
+// the one that has column 0 also stores the row's statistics.
+template <class Key, int kHeadDim, int kTileRows>
+__device__ __forceinline__ void Split<Key, kHeadDim, kTileRows>::store_rows() {
+  constexpr int kGroups = kHeadDim / 4;
+  constexpr int kUnrolled = kAllRows > 16 ? 2 : 1;  // wide tiles: the accumulators no longer occupy registers
+  const int rows = tile_rows(), vectors = kHeads * rows * kGroups;
+  const int64_t first_query = query_sequence(p, part().b).start;
 #pragma unroll kUnrolled
-    for (int v = thread; v < vectors; v += blockDim.x) {
-      const int row = v / kGroups, column = v % kGroups * 4;
-      const int i = kHeads == 1 || row < rows ? row : row - rows + kRows;
-      if (column >= static_cast<int>(p.head_dim_v)) continue;
-      const Combined all = combine_teams(i, column);
-      part().slot < 0 ? store_output(all, i, column, first_query) : store_partial(all, i, column);
-    }
+  for (int v = thread; v < vectors; v += blockDim.x) {
+    const int row = v / kGroups, column = v % kGroups * 4;
+    const int i = kHeads == 1 || row < rows ? row : row - rows + kRows;
+    if (column >= static_cast<int>(p.head_dim_v)) continue;
+    const Combined all = combine_teams(i, column);
+    part().slot < 0 ? store_output(all, i, column, first_query) : store_partial(all, i, column);
   }
-  __device__ __forceinline__ void store_output(const Combined& all, int i, int column, int64_t first_query) {
-    const Row at = row(i);
-    const int64_t query = first_query + at.query;
-    Format::store(p, all.x, part().b, at.head, query, column, static_cast<int>(p.head_dim_v));
-    if (column != 0) return;
-    write_lse(p, part().b, at.head, query, all.row.max, all.row.sum);
-    if (p.row_maxima.data) write_largest(p, part().b, at.head, query, largest_logit(i));
-  }
-  __device__ __forceinline__ void store_partial(const Combined& all, int i, int column) {
-    // Rows of two heads alternate in a slot.
-    const int row = kHeads == 1 ? i : i % kRows * kHeads + i / kRows;
-    const int64_t slot_row = static_cast<int64_t>(part().slot) * plan.slot_rows + row;
-    *reinterpret_cast<float4*>(plan.partial_out + slot_row * kHeadDim + column) =
-        make_float4(all.x[0], all.x[1], all.x[2], all.x[3]);
-    if (column != 0) return;
-    plan.partial_sums[slot_row] = all.row;
-    if (p.row_maxima.data) plan.partial_largest[slot_row] = largest_logit(i);
-  }
-};
+}
+
+template <class Key, int kHeadDim, int kTileRows>
+__device__ __forceinline__ void Split<Key, kHeadDim, kTileRows>::store_output(const Combined& all, int i, int column,
+                                                                              int64_t first_query) {
+  const Row at = row(i);
+  const int64_t query = first_query + at.query;
+  Format::store(p, all.x, part().b, at.head, query, column, static_cast<int>(p.head_dim_v));
+  if (column != 0) return;
+  write_lse(p, part().b, at.head, query, all.row.max, all.row.sum);
+  if (p.row_maxima.data) write_largest(p, part().b, at.head, query, largest_logit(i));
+}
+
+template <class Key, int kHeadDim, int kTileRows>
+__device__ __forceinline__ void Split<Key, kHeadDim, kTileRows>::store_partial(const Combined& all, int i, int column) {
+  // Rows of two heads alternate in a slot.
+  const int row = kHeads == 1 ? i : i % kRows * kHeads + i / kRows;
+  const int64_t slot_row = static_cast<int64_t>(part().slot) * plan.slot_rows + row;
+  *reinterpret_cast<float4*>(plan.partial_out + slot_row * kHeadDim + column) =
+      make_float4(all.x[0], all.x[1], all.x[2], all.x[3]);
+  if (column != 0) return;
+  plan.partial_sums[slot_row] = all.row;
+  if (p.row_maxima.data) plan.partial_largest[slot_row] = largest_logit(i);
+}
 
 template <class Key, int kHeadDim, int kTileRows>
 __global__ void __launch_bounds__(kMaxWarps * 32, 1)
@@ -758,12 +118,6 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1)
   if (!plan.knows_lengths) Kernel::begin_memory_accesses();
   Kernel split(p, plan, score, aligned, shared);
   plan.splits > 0 ? split.run_fixed() : split.run_share();
-}
-
-template <class Key, int kHeadDim, int kTileRows>
-TileSizes tile_sizes() {
-  using Kernel = Split<Key, kHeadDim, kTileRows>;
-  return {Kernel::kRows, Kernel::kHeads, Kernel::kTeamWarps, Kernel::kQueryBytes, Kernel::kTeamBytes};
 }
 
 template <class Key, int kHeadDim, int kTileRows>

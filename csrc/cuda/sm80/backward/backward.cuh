@@ -73,7 +73,7 @@ struct Backward : BackwardBase<T, kHeadDimension, kOptions, kLarge> {
         stages(reinterpret_cast<unsigned char*>(v_tile + kKeys * RowTile::kStride)) {}
 
   static constexpr int kSharedBytes = kTileBytes + static_cast<int>(sizeof(typename Base::Notes));
-  static_assert(kSharedBytes <= (kLarge ? kLargeShared : least_shared<kBytes, kHeadDim>()));
+  static_assert(kSharedBytes <= (kLarge ? kLargeShared : least_shared(kBytes, kHeadDim)));
 
   __device__ void load_keys(int64_t row, int count) {
     load_tile<RowTile, kKeys, kThreads>(k_tile, row_pointer<const T>(p.k, b, hk, row), p.k.row_stride, count,

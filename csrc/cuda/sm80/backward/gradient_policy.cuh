@@ -12,9 +12,8 @@
 //   end_head(kernel, h)      after the last query tile of a head
 #pragma once
 
-#include "cuda/score/general_scores.cuh"
 #include "cuda/score/large_rows.cuh"
-#include "cuda/sm80/shared/bias_sums.cuh"
+#include "cuda/sm80/shared/general_gradients.cuh"
 
 namespace flashattn_ext::sm80 {
 
@@ -82,7 +81,7 @@ struct GeneralGradients {
   }
   template <class Kernel>
   __device__ void end_head(const Kernel& kernel, int h) {
-    hand_over(kernel, sums, h);
+    store_bias_sums(kernel, sums, h);
   }
 
  private:

@@ -4,10 +4,10 @@
 
 #include "cuda/score/tangent_policy.cuh"
 #include "cuda/sm80/derivatives/second_policy.cuh"
-#include "cuda/sm80/kernels.h"
 #include "cuda/sm80/shared/backward_visibility.cuh"
 #include "cuda/sm80/shared/dropout_policy.cuh"
 #include "cuda/sm80/shared/visibility_policy.cuh"
+#include "cuda/table/rows.h"
 
 namespace flashattn_ext::sm80 {
 

@@ -55,7 +55,7 @@ struct Jvp {
   static_assert(RowTile::kSwizzled || kSlots <= 2 * kQueries + 4 * kKeys);
   static constexpr int kSharedBytes =
       kTileElements * static_cast<int>(sizeof(T)) + (RowTile::kSwizzled ? kSlots * kVectorBytes : 0);
-  static_assert(kSharedBytes <= derivative_shared<sizeof(T), kHeadDim>());
+  static_assert(kSharedBytes <= derivative_shared(sizeof(T), kHeadDim));
 
   const JvpParams& p;
   const Rule& score;

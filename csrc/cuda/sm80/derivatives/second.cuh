@@ -66,7 +66,7 @@ struct Second : SecondBase<T, kHeadDimension, kOptions, kLarge> {
   static constexpr int kTileBytes =
       (4 * kKeyElements + 3 * kQueryElements) * kBytes + (kTwoWords ? 5 : 4) * kQueries * 4 + 3 * kScoreBytes;
   static constexpr int kSharedBytes = kTileBytes + static_cast<int>(sizeof(typename Base::Notes));
-  static_assert(kSharedBytes <= (kLarge ? kLargeShared : derivative_shared<kBytes, kHeadDim>()));
+  static_assert(kSharedBytes <= (kLarge ? kLargeShared : derivative_shared(kBytes, kHeadDim)));
 
   T *v_tile, *tk_tile, *tv_tile, *q_tile, *dout_tile, *tq_tile;
   float *lse, *log2_sum, *delta, *r, *tlse;  // log2_sum: only with kTwoWords

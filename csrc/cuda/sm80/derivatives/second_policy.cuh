@@ -6,8 +6,7 @@
 //                            and B = <dout, tv>. The first three become P m (A - tlse), T and F.
 #pragma once
 
-#include "cuda/score/general_scores.cuh"
-#include "cuda/sm80/shared/bias_sums.cuh"
+#include "cuda/sm80/shared/general_gradients.cuh"
 #include "cuda/stages/second_scores.cuh"
 
 namespace flashattn_ext::sm80 {
@@ -83,7 +82,7 @@ struct GeneralSecond {
   }
   template <class Kernel>
   __device__ void end_head(const Kernel& kernel, int h) {
-    hand_over(kernel, sums, h);
+    store_bias_sums(kernel, sums, h);
   }
 };
 

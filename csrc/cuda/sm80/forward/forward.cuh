@@ -9,7 +9,6 @@
 #include "cuda/score/scores.cuh"
 #include "cuda/sm80/forward/forward_large.cuh"
 #include "cuda/sm80/forward/forward_policies.cuh"
-#include "cuda/sm80/kernels.h"
 #include "cuda/sm80/shared/tiles.h"
 #include "cuda/stages/tile_order.cuh"
 #include "cuda/tile/operand_tile.cuh"
@@ -58,7 +57,7 @@ struct Forward {
   static_assert(RowTile::kSwizzled || (kColumns == kHeadDim && kSlots <= kQueries + 2 * kKeys));
   static constexpr int kSharedBytes =
       kTileElements * static_cast<int>(sizeof(T)) + (RowTile::kSwizzled ? kSlots * kVectorBytes : 0);
-  static_assert(kSharedBytes <= least_shared<sizeof(T), kHeadDim>());
+  static_assert(kSharedBytes <= least_shared(sizeof(T), kHeadDim));
 
   const AttnParams& p;
   T *q_tile, *k_tile, *v_tile;

@@ -3,9 +3,9 @@
 #pragma once
 
 #include "cuda/score/score_policy.cuh"
-#include "cuda/sm80/kernels.h"
 #include "cuda/sm80/shared/dropout_policy.cuh"
 #include "cuda/sm80/shared/visibility_policy.cuh"
+#include "cuda/table/rows.h"
 
 namespace flashattn_ext::sm80 {
 

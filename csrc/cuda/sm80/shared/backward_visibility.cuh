@@ -100,7 +100,7 @@ struct IntervalQueries {
     isolate_query_rows<2 * Kernel::kQueries>(kernel, row0, kernel.q_tile);
   }
 
-  // The same for one tile of keys, and for kRows rows of queries from `tile` on.
+  // Isolates one tile of keys; the next function kRows rows of queries from `tile` on.
   template <class Kernel, class T>
   static __device__ void isolate_key_rows(const Kernel& kernel, T* tile) {
     using RowTile = typename Kernel::RowTile;

@@ -12,18 +12,20 @@ namespace flashattn_ext::sm80 {
 // and on Hopper and newer data centre GPUs.
 constexpr int kSmallShared = 99 * 1024, kMediumShared = 163 * 1024, kLargeShared = 227 * 1024;
 
-// The shared memory that the kernels of a class of head dims require. fp32 rows of more than 384 columns do not fit
-// into kSmallShared.
-template <int kBytes, int kHeadDim>
-constexpr int least_shared() {
-  return kBytes == 4 && kHeadDim > 384 ? kMediumShared : kSmallShared;
+// The shared memory that the kernels of a class of head dims require, by the bytes of an element. fp32 rows of more
+// than 384 columns do not fit into kSmallShared.
+constexpr int least_shared(int bytes, int head_dim) {
+  return bytes == 4 && head_dim > 384 ? kMediumShared : kSmallShared;
 }
 
-// The same for forward mode and second derivatives, whose kernels hold more tiles.
-template <int kBytes, int kHeadDim>
-constexpr int derivative_shared() {
-  return kBytes == 4 && kHeadDim > 128 ? kMediumShared : kSmallShared;
+// The shared memory that forward mode and second derivatives require, whose kernels hold more tiles.
+constexpr int derivative_shared(int bytes, int head_dim) {
+  return bytes == 4 && head_dim > 128 ? kMediumShared : kSmallShared;
 }
+
+// Whether the forward of a row up to 256 head dims (forward.cuh) tracks the largest logit of a row. The kernels of most
+// calls would spill registers with it.
+constexpr bool tells_largest(Options options) { return includes(options, kIntervals); }
 
 // Whether code for the architecture that is being compiled may run the tiles for this much shared memory. Code for 9.0a
 // runs on Hopper alone, where a thread block may have kLargeShared: kernels for less shared memory would double the

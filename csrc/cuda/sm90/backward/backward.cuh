@@ -12,10 +12,10 @@
 
 #include "cuda/sm90/backward/backward_apart.cuh"
 #include "cuda/sm90/backward/backward_policies.cuh"
-#include "cuda/sm90/backward/backward_step.cuh"
-#include "cuda/sm90/backward/dq_adder.cuh"
 #include "cuda/sm90/backward_wide/backward_wide.cuh"
-#include "cuda/sm90/kernels.h"
+#include "cuda/sm90/shared/backward_step.cuh"
+#include "cuda/sm90/shared/dq_adder.cuh"
+#include "cuda/stages/bias_finish.cuh"
 
 namespace flashattn_ext::sm90 {
 
@@ -237,15 +237,15 @@ struct Backward : PingPong {
       ptx::wgmma_wait<1>();
       ptx::hold(dq);
       pass_phase();
-      write(shared.part_of(group), dq, group);
-      if (!hands_over_late()) hand_over(group);
+      stage_dq(shared.part_of(group), dq, group);
+      if (!passes_dq_late()) pass_dq(group);
       draw_next(work, now);
       const auto begun = gradients.begin(*this, work, now);
       ptx::wgmma_wait<0>();
       ptx::hold(scores);
       ptx::barrier_arrive(&shared.queries_empty[stage]);
       weigh(scores, work, now, unmasked, begun);
-      if (hands_over_late()) hand_over(group);
+      if (passes_dq_late()) pass_dq(group);
     }
     differentiate(packed, work, now, unmasked);
     await_phase();
@@ -254,9 +254,9 @@ struct Backward : PingPong {
     ptx::wgmma_wait<1>();
     ptx::hold(dq);
     pass_phase();
-    write(shared.part_of(group), dq, group);
+    stage_dq(shared.part_of(group), dq, group);
     ptx::wgmma_wait<0>();
-    hand_over(group);
+    pass_dq(group);
     ptx::barrier_arrive(&shared.queries_empty[queries.stage]);
     await_phase();
     query_product(dq, 0);
@@ -264,8 +264,8 @@ struct Backward : PingPong {
     ptx::hold(dq);
     pass_phase();
     release(shared.keys_empty[keys.stage]);
-    write(shared.part_of(group), dq, group);
-    hand_over(group);
+    stage_dq(shared.part_of(group), dq, group);
+    pass_dq(group);
     queries.advance();
     keys.advance();
   }
@@ -302,14 +302,14 @@ struct Backward : PingPong {
       ptx::hold(dq);
       ptx::barrier_arrive(&shared.queries_empty[stage]);
       queries.advance();
-      write(shared.part_of(group), dq, group);
+      stage_dq(shared.part_of(group), dq, group);
       has_dq = true;
     }
-    hand_over(group);
+    pass_dq(group);
     release(shared.keys_empty[keys.stage]);
     keys.advance();
   }
-  // The first of the three phases. The fence in hand_over, which waits until dq of the step before is written, overlaps
+  // The first of the three phases. The fence in pass_dq, which waits until dq of the step before is written, overlaps
   // with the product.
   __device__ __forceinline__ void compute_weights(const Work& work, const Walk& now, const Limits& unmasked,
                                                   bool has_dq) {
@@ -319,7 +319,7 @@ struct Backward : PingPong {
     score_product<kHeadDim>(scores, shared.k[keys.stage], group * 64, shared.q[queries.stage]);
     note_marks(*this);
     pass_phase();
-    if (has_dq) hand_over(group);
+    if (has_dq) pass_dq(group);
     ptx::wgmma_wait<0>();
     ptx::hold(scores);
     weigh(scores, work, now, unmasked, Nothing{});
@@ -328,9 +328,7 @@ struct Backward : PingPong {
   // Whether the weights are computed between writing a part of dq and signalling the adder. Signalling needs a fence
   // that waits for all writes. In a deterministic call other thread blocks wait for the addition, so there it is
   // signalled at once; at head_dim 128 the delay did not pay.
-  __device__ __forceinline__ bool hands_over_late() const {
-    return kHeadDim < 128 && ptx::opaque(p.deterministic) == 0;
-  }
+  __device__ __forceinline__ bool passes_dq_late() const { return kHeadDim < 128 && ptx::opaque(p.deterministic) == 0; }
 
   __device__ __forceinline__ void await_queries(const Walk& now, const Limits& whole) {
     ptx::barrier_wait(&shared.q_full[queries.stage], queries.parity);
@@ -363,7 +361,7 @@ struct Backward : PingPong {
       ptx::barrier_arrive(&shared.dout_empty[at.stage]);
       at.advance();
     }
-    gradients.hand_over(*this, dscores, packed);
+    gradients.store_bias_gradient(*this, dscores, packed);
   }
 
   // This warpgroup's part of dq = dS K, for this step (lag 0) or the step before (lag 1).
@@ -401,7 +399,7 @@ struct Backward : PingPong {
     Dropping::template draw_part<Scores>(drawn, shared.philox, p, work.b, at.h, work.key0 + group * 64,
                                          at.m * kQueries);
   }
-  // The same for the step after `now`, while the scores of `now` are computed. The branch keeps the compiler from
+  // Draws that of the step after `now`, while the scores of `now` are computed. The branch keeps the compiler from
   // waiting for those first.
   __device__ __forceinline__ void draw_next(const Work& work, const Walk& now) {
     if (!Dropping::kDrops || now.left <= 1) return;
@@ -436,26 +434,6 @@ struct Backward : PingPong {
     ptx::named_barrier_sync(kGroupCleared + group, kGroupThreads);
   }
 };
-
-template <class Kernel>
-__device__ __forceinline__ void run_backward(const AttnGradParams& p, const typename Kernel::Workspace& workspace,
-                                             const typename Kernel::Maps& maps, const TileGrid& grid) {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  extern __shared__ __align__(1024) unsigned char memory[];
-  typename Kernel::Shared& shared = *reinterpret_cast<typename Kernel::Shared*>(memory);
-  if (threadIdx.x == 0) {
-    for (const CUtensorMap* map : {&maps.q, &maps.k, &maps.v, &maps.dout}) ptx::prefetch_tensor_map(map);
-    Kernel::Gradients::prefetch_map(maps);
-    if (Kernel::Dropping::kDrops) ptx::wait_for_previous_kernel();  // init reads the state of the generator
-    Kernel::init(shared, p);
-    ptx::fence_barrier_init();
-  }
-  ptx::wait_for_previous_kernel();
-  sync_pair_or_block<Kernel::kPaired>();
-  Kernel::run(shared, p, workspace, maps, grid);
-  if (Kernel::kPaired) sync_pair_or_block<true>();
-#endif
-}
 
 template <class Kernel>
 __global__ void __launch_bounds__(Kernel::kThreads, 1)

@@ -5,8 +5,8 @@
 // docs/sm90_backward.md has both orders.
 #pragma once
 
-#include "cuda/sm90/backward/dq_adder.cuh"
 #include "cuda/sm90/shared/backward_turns.cuh"
+#include "cuda/sm90/shared/dq_adder.cuh"
 
 namespace flashattn_ext::sm90 {
 
@@ -92,7 +92,7 @@ class ApartWalk : KeyGradientTurns<Kernel> {
       accumulate(kernel.dv, kernel.weights, shared.dout[stage]);
       accumulate(kernel.dk, packed, shared.q[stage]);
       this->multiply_scores();
-      this->hand_over_dscores();
+      this->pass_dscores();
       ptx::wgmma_wait<1>();
       ptx::hold(kernel.dv);
       ptx::hold(kernel.dk);
@@ -106,7 +106,7 @@ class ApartWalk : KeyGradientTurns<Kernel> {
     kernel.await_phase();
     accumulate(kernel.dv, kernel.weights, shared.dout[kernel.queries.stage]);
     accumulate(kernel.dk, packed, shared.q[kernel.queries.stage]);
-    this->hand_over_dscores();
+    this->pass_dscores();
     kernel.pass_phase();
     ptx::wgmma_wait<0>();
     ptx::hold(kernel.dv);
@@ -197,8 +197,8 @@ struct QueryGradients {
       ptx::barrier_arrive(&shared.dscores_empty[buffers.stage]);
       if (is_last) release(shared.keys_empty[keys.stage]);
     }
-    write(shared.part_of(half), dq, half);
-    hand_over(half);
+    stage_dq(shared.part_of(half), dq, half);
+    pass_dq(half);
   }
 };
 

@@ -3,7 +3,7 @@
 // part of dS to the shared memory buffer of its dq, and the adder warp of that warpgroup adds dS and dq alternately.
 #pragma once
 
-#include "cuda/sm90/backward/dq_adder.cuh"
+#include "cuda/sm90/shared/dq_adder.cuh"
 #include "cuda/tile/panels.cuh"
 
 namespace flashattn_ext::sm90 {
@@ -54,8 +54,8 @@ __device__ __forceinline__ bool add_bias_panel(float (&x)[N][4], T (&bias)[kQuer
 // gradient, and signals the adder warp. The layout is fp32 in two panels of 32 keys, or packed in one panel of 64.
 // First waits until the buffer is free.
 template <class T>
-__device__ __forceinline__ void hand_over_bias_gradient(DqPart<8>& part, const float (&dscores)[8][4],
-                                                        const uint32_t (&packed)[4][4], int group, bool wide) {
+__device__ __forceinline__ void pass_bias_gradient(DqPart<8>& part, const float (&dscores)[8][4],
+                                                   const uint32_t (&packed)[4][4], int group, bool wide) {
   const int key = threadIdx.x / 32 % 4 * 16;
   ptx::named_barrier_sync(kDqEmpty + group, kDqThreads);
   if (wide) {
@@ -73,7 +73,7 @@ __device__ __forceinline__ void hand_over_bias_gradient(DqPart<8>& part, const f
 #pragma unroll
     for (int step = 0; step < 4; ++step) ptx::stmatrix_transposed(transposed_row(panel, key, step), packed[step]);
   }
-  hand_over(group);
+  pass_dq(group);
 }
 
 // The adder warp of one warpgroup. In every step it adds dS, if the bias's gradient is wanted, and then dq of the step

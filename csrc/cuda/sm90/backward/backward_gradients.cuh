@@ -15,15 +15,15 @@
 //   begin(kernel, work, now) while the product of a step runs; its result goes to `weigh`
 //   weigh(...)               products become packed weights, without dropout
 //   differentiate(...)       dP becomes dS
-//   hand_over(...)           dS goes to the gradient of the bias
+//   store_bias_gradient(...) dS goes to the gradient of the bias
 #pragma once
 
 #include <type_traits>
 
 #include "cuda/sm90/backward/backward_bias.cuh"
 #include "cuda/sm90/backward/backward_scores.cuh"
-#include "cuda/sm90/backward/backward_step.cuh"
-#include "cuda/sm90/backward/dq_adder.cuh"
+#include "cuda/sm90/shared/backward_step.cuh"
+#include "cuda/sm90/shared/dq_adder.cuh"
 
 namespace flashattn_ext::sm90 {
 
@@ -55,7 +55,8 @@ struct UnbiasedGradients {
     return {};
   }
   template <class Kernel, class Products>
-  __device__ __forceinline__ void hand_over(const Kernel&, const Products&, const typename Scores::Packed&) const {}
+  __device__ __forceinline__ void store_bias_gradient(const Kernel&, const Products&,
+                                                      const typename Scores::Packed&) const {}
 };
 
 // No option of a score.
@@ -80,7 +81,7 @@ struct PlainGradients : UnbiasedGradients<Scores> {
   }
 };
 
-// The same where the query heads of a group add up dk and dv (QueryHeads).
+// No option, where the query heads of a group add up dk and dv (QueryHeads).
 template <class Scores>
 struct GroupedGradients : PlainGradients<Scores> {
   using Workspace = GroupedWorkspace;
@@ -206,11 +207,11 @@ struct BiasTileGradients : UnbiasedGradients<Scores> {
                           is_rare(kernel, masked || hides), [&] { clear_rows_of_step(kernel, dscores); });
   }
   template <class Kernel, class Products>
-  __device__ __forceinline__ void hand_over(const Kernel& kernel, const Products& dscores,
-                                            const typename Scores::Packed& packed) const {
+  __device__ __forceinline__ void store_bias_gradient(const Kernel& kernel, const Products& dscores,
+                                                      const typename Scores::Packed& packed) const {
     if (!kernel.p.dbias.data) return;
-    hand_over_bias_gradient<T>(kernel.shared.dq[kernel.group], dscores, packed, kernel.group,
-                               kernel.p.dbias.dtype == DType::kFloat32);
+    pass_bias_gradient<T>(kernel.shared.dq[kernel.group], dscores, packed, kernel.group,
+                          kernel.p.dbias.dtype == DType::kFloat32);
   }
 };
 

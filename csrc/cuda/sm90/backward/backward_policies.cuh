@@ -2,10 +2,10 @@
 // of each sort is empty and compiles to nothing.
 #pragma once
 
-#include "cuda/sm90/backward/backward_dropout.cuh"
 #include "cuda/sm90/backward/backward_gradients.cuh"
-#include "cuda/sm90/backward/backward_heads.cuh"
-#include "cuda/sm90/backward/backward_visibility.cuh"
+#include "cuda/sm90/shared/backward_dropout.cuh"
+#include "cuda/sm90/shared/backward_heads.cuh"
+#include "cuda/sm90/shared/backward_visibility.cuh"
 
 namespace flashattn_ext::sm90 {
 

@@ -9,7 +9,7 @@
 
 #include "cuda/sm90/backward_short/heads_keys.cuh"
 #include "cuda/sm90/backward_short/heads_producer.cuh"
-#include "cuda/sm90/kernels.h"
+#include "cuda/sm90/shared/tiles.h"
 
 namespace flashattn_ext::sm90 {
 
@@ -172,7 +172,7 @@ struct HeadQueryGradients {
   static __device__ __forceinline__ int thread() { return threadIdx.x % kGroupThreads; }
   __device__ __forceinline__ float4* sums(const Work& work, int h, int m, int half) const {
     const int64_t tile = work.dq_tile + h * workspace.query_tiles + m;
-    return workspace.sums + (2 * tile + half) * HeadWorkspace::kHalfVectors + thread();
+    return workspace.sums + (2 * tile + half) * kHalfVectors + thread();
   }
   // Starts to copy the sums of a half, if there are any. No other thread reads or writes them.
   __device__ __forceinline__ void fetch(const Work& work, const Walk& next, int half) const {
@@ -246,32 +246,9 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1)
 
 // --- on the host --------------------------------------------------------------------------------------------------
 
-// Thread blocks, which are resident together: each takes every so many heads.
-inline int64_t head_blocks(const AttnGradParams& p) {
-  return std::min<int64_t>(p.batch * p.heads_k, multiprocessors());
-}
-
 template <class T, int kHeadDim>
 HeadWorkspace head_workspace(const AttnGradParams& p) {
-  using Kernel = HeadBackward<T, kHeadDim>;
-  return HeadWorkspace(p, Kernel::kQueries, Kernel::kKeys, head_blocks(p));
-}
-
-// Whether the call runs here. Its sums have to stay in the L2 cache beside the rows of the heads, of which a walk with
-// a right bound reads half as many. Each thread block has to take about the same number of heads. A deterministic call
-// does not run here, because how many heads it has must not change the bits of one.
-template <class T, int kHeadDim, Options kOptions, int kHeadDimV>
-bool serves_heads(const AttnGradParams& p) {
-  constexpr int64_t kMostKeys = 1024, kMostSums = 20 << 20, kMostBoundedSums = 40 << 20;
-  if (p.is_varlen() || p.deterministic || p.heads_q == 0 || p.seqlen_q == 0) return false;
-  if (p.seqlen_k == 0 || p.seqlen_k > kMostKeys) return false;
-  // The first key tile, which comes last, has to meet every query.
-  const BasicMask<int64_t> mask(p, p.seqlen_q, p.seqlen_k);
-  if (mask.window_left != mask.kUnbounded || mask.keys_of(0, 1).end == 0) return false;
-  if (!rows_are_aligned(p.out, p.head_dim_v, sizeof(T))) return false;
-  const int64_t heads = p.batch * p.heads_k, at_once = multiprocessors(), rounds = (heads + at_once - 1) / at_once;
-  const int64_t most = mask.window_right == mask.kUnbounded ? kMostSums : kMostBoundedSums;
-  return heads > 0 && 4 * heads >= 3 * rounds * at_once && head_workspace<T, kHeadDim>(p).sums_bytes <= most;
+  return HeadWorkspace(p, HeadBackward<T, kHeadDim>::kTile, head_blocks(p, multiprocessors()));
 }
 
 template <class T, int kHeadDim, Options kOptions, int kHeadDimV>
@@ -293,7 +270,7 @@ void heads(const AttnGradParams& p) {
   const TileGrid grid{
       {static_cast<int>(tile_count(p.seqlen_k, Kernel::kKeys)), 1}, static_cast<int>(p.batch * p.heads_k), nullptr};
   launch_early(heads_kernel<Kernel>, "sm90 backward of heads", p,
-               row_of_blocks(head_blocks(p), "sm90 backward of heads", p), Kernel::kThreads,
+               row_of_blocks(head_blocks(p, multiprocessors()), "sm90 backward of heads", p), Kernel::kThreads,
                static_cast<int>(sizeof(typename Kernel::Shared)), p, workspace, maps, grid);
   launch_dsink(p, workspace);
 }

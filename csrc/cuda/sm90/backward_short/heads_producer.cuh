@@ -1,11 +1,13 @@
 // What a thread block of heads.cuh works on, and its producer warps: one loads, two compute delta.
 #pragma once
 
-#include "cuda/sm90/backward/backward_step.cuh"
+#include "cuda/sm90/shared/backward_heads.cuh"
+#include "cuda/sm90/shared/backward_step.cuh"
+#include "cuda/sm90/shared/backward_visibility.cuh"
 #include "cuda/sm90/shared/backward_work.cuh"
-#include "cuda/tile/lane.cuh"
 #include "cuda/tile/panels.cuh"
 #include "cuda/tile/ring.cuh"
+#include "cuda/tile/warp.cuh"
 
 namespace flashattn_ext::sm90 {
 
@@ -22,19 +24,16 @@ struct HeadWork : BackwardWork {
 // The sums of dq are [thread blocks][query heads of a KV head][query tiles][halves of a tile][8][128 lanes], in the
 // order of accumulators.
 struct HeadWorkspace : BackwardWorkspace {
-  static constexpr int kHalfVectors = 8 * kGroupThreads;
-
   float4* sums;
   int64_t sums_bytes;
   int query_tiles;  // of a head
 
-  // queries, keys: of a tile. With one key tile there are no sums.
-  HeadWorkspace(const AttnGradParams& p, int queries, int keys, int64_t blocks) : BackwardWorkspace(p) {
-    query_tiles = static_cast<int>(tile_count(p.seqlen_q, queries));
+  HeadWorkspace(const AttnGradParams& p, const BackwardTile& tile, int64_t blocks) : BackwardWorkspace(p) {
+    query_tiles = static_cast<int>(tile_count(p.seqlen_q, tile.queries));
     Carver carver(p.workspace);
     delta = carver.take<float>(p.heads_q * rows);
     words = carver.take<LseWords<float>>(p.heads_q * rows);  // of marked rows
-    const int64_t vectors = p.seqlen_k > keys ? blocks * p.group_size() * query_tiles * 2 * kHalfVectors : 0;
+    const int64_t vectors = head_sum_vectors(p, tile, blocks);
     sums = carver.take<float4>(vectors);
     sums_bytes = vectors * static_cast<int64_t>(sizeof(float4));
     bytes = static_cast<int64_t>(carver.bytes());

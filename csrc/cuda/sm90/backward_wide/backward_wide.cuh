@@ -5,7 +5,7 @@
 #pragma once
 
 #include "cuda/sm90/backward/backward_policies.cuh"
-#include "cuda/sm90/backward/backward_step.cuh"
+#include "cuda/sm90/shared/backward_step.cuh"
 
 namespace flashattn_ext::sm90 {
 

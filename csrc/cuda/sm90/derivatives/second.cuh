@@ -106,7 +106,7 @@ struct Second : SecondConsumer<Second<T, kHeadDim, kOptions, kHeadDimV, Tangents
       end_dq();
       ptx::named_barrier_sync(kScoresRead, 2 * kGroupThreads);
       store();
-      hand_over(group);
+      pass_dq(group);
     }
     multiply_gradients_of_keys(queries.stage);
     multiply_dq();
@@ -115,7 +115,7 @@ struct Second : SecondConsumer<Second<T, kHeadDim, kOptions, kHeadDimV, Tangents
     release_queries(queries.stage);
     end_dq();
     ptx::named_barrier_sync(kScoresRead, 2 * kGroupThreads);
-    hand_over(group);
+    pass_dq(group);
     queries.advance();
   }
 
@@ -169,7 +169,7 @@ struct Second : SecondConsumer<Second<T, kHeadDim, kOptions, kHeadDimV, Tangents
   }
   __device__ __forceinline__ void end_dq() {
     ptx::hold(dq);
-    write(shared.part_of(group), dq, group);
+    stage_dq(shared.part_of(group), dq, group);
   }
 
   // Turns the products of scores into packed F, T and weights of dv.

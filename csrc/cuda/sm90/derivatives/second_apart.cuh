@@ -128,7 +128,7 @@ struct SecondApart : PingPong, SecondConsumer<SecondApart<T, kHeadDim, kOptions,
     ptx::wgmma_wait<0>();
     release(shared.keys_empty[0]);
     end_gradients(dq, queries.stage);
-    hand_over(group);
+    pass_dq(group);
     queries.advance();
   }
   // The arrays of products are local to each step: their values of the step before need no registers.
@@ -149,7 +149,7 @@ struct SecondApart : PingPong, SecondConsumer<SecondApart<T, kHeadDim, kOptions,
     end_gradients(dq, stage);
     multiply_values(products);
     pass_phase();
-    hand_over(group);
+    pass_dq(group);
     differentiate(products, work, now, unmasked);
   }
 
@@ -200,7 +200,7 @@ struct SecondApart : PingPong, SecondConsumer<SecondApart<T, kHeadDim, kOptions,
     ptx::hold(dk);
     ptx::hold(dq);
     ptx::barrier_arrive(&shared.queries_empty[stage]);
-    write(shared.part_of(group), dq, group);
+    stage_dq(shared.part_of(group), dq, group);
   }
 
   // Turns the products of scores into packed weights of dv, and F and T in shared memory.

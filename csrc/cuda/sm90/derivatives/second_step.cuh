@@ -2,8 +2,12 @@
 // arithmetic of a step.
 #pragma once
 
-#include "cuda/sm90/backward/backward.cuh"
 #include "cuda/sm90/derivatives/moving.cuh"
+#include "cuda/sm90/shared/backward_dropout.cuh"
+#include "cuda/sm90/shared/backward_heads.cuh"
+#include "cuda/sm90/shared/backward_step.cuh"
+#include "cuda/sm90/shared/backward_visibility.cuh"
+#include "cuda/sm90/shared/dq_adder.cuh"
 #include "cuda/stages/second_scores.cuh"
 #include "cuda/stages/second_workspace.cuh"
 

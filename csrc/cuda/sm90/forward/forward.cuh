@@ -11,17 +11,12 @@
 #include "cuda/host/device.h"
 #include "cuda/host/launch.cuh"
 #include "cuda/host/tensor_map.h"
-#include "cuda/passes/aligned_rows.h"
 #include "cuda/ptx/grid.cuh"
-#include "cuda/score/largest_scores.cuh"
 #include "cuda/score/scores.cuh"
-#include "cuda/sm90/forward/chunking_policy.cuh"
 #include "cuda/sm90/forward/forward_operands.cuh"
 #include "cuda/sm90/forward/forward_output.cuh"
 #include "cuda/sm90/forward/forward_policies.cuh"
-#include "cuda/sm90/forward_large/forward_large.cuh"
 #include "cuda/sm90/fp8/value_transposer.cuh"
-#include "cuda/sm90/kernels.h"
 #include "cuda/sm90/shared/forward_consumer.cuh"
 #include "cuda/sm90/shared/forward_work.cuh"
 #include "cuda/sm90/shared/named_barriers.h"
@@ -33,8 +28,8 @@
 
 namespace flashattn_ext::sm90 {
 
-// TileOfRow: kTile, of the row of the table of kernels; Policies: forward_policies.cuh; Chunking: chunking_policy.cuh.
-// kTransposes: forward_operands.cuh.
+// TileOfRow: kTile, of the row of the table of kernels; Policies: forward_policies.cuh; Chunking:
+// invariant/chunking_policy.cuh. kTransposes: forward_operands.cuh.
 template <class T, int kHeadDim, int kHeadDimV, class TileOfRow, class Policies, class Chunking = NoChunks,
           bool kTransposes = false>
 struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Policies, Chunking, kTransposes>> {
@@ -279,8 +274,8 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
     end_values();
   }
 
-  // The same without overlap within the warpgroup, for ForwardOrder::kInTurn. Three or four warpgroups take turns at
-  // the products with values instead of those for scores: then their softmaxes begin further apart.
+  // Computes the steps without overlap within the warpgroup, for ForwardOrder::kInTurn. Three or four warpgroups take
+  // turns at the products with values instead of those for scores: then their softmaxes begin further apart.
   __device__ __forceinline__ void compute_steps_in_turn(const SeenWork& work, KeyWalk& walk, const Limits& unmasked) {
     for (;; Visibility::advance(walk)) {
       Visibility::await_keys(*this);
@@ -327,7 +322,7 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
     const int row = work.row0 + warp_row + g(), key0 = walk.n * kKeys, key = key0 + 2 * t();
     const Step step{work, walk.n};
     const auto& rule = scoring.make_logits(*this, score_tile(), step, begun);
-    const bool before = key0<unmasked.begin, after = key0 + kKeys> unmasked.end;
+    const bool before = (key0 < unmasked.begin), after = (key0 + kKeys > unmasked.end);
     // One branch around both, because most tiles take neither.
     if (before || after) {
       if (before) hide_keys<true, false>(score_tile(), work.mask(p), row, key);
@@ -464,17 +459,8 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1)
   run_forward<Kernel>(p, maps, grid, score);
 }
 
-// Whether thread blocks take the tiles of a forward one by one, from a counter. Where all tiles are equally long and
-// there are few for each thread block, that gains less than it costs to zero the counter, two microseconds.
 template <class Kernel>
-bool takes_tiles(const AttnParams& p, int64_t tiles) {
-  constexpr int64_t kFewTiles = 16;
-  const bool equal = !Kernel::kMasks && p.window_left == kUnbounded && p.window_right == kUnbounded && !p.is_varlen();
-  return tiles > multiprocessors() && !(equal && tiles <= kFewTiles * multiprocessors());
-}
-
-template <class Kernel>
-void forward_to_256(const AttnParams& p) {
+void launch_forward(const AttnParams& p) {
   if (p.batch * p.heads_q == 0) return;
   typename Kernel::Maps maps{};
   using Operands = typename Kernel::Operands;
@@ -500,20 +486,15 @@ void forward_to_256(const AttnParams& p) {
 }
 
 template <class T, int kHeadDim, Options kOptions, int kHeadDimV>
-void forward(const AttnParams& p) {
-  if constexpr (kHeadDim > 256) {
-    forward_large<T, kHeadDim, kOptions>(p);
-  } else {
-    using TileOfRow = TileOf<kernel_table::kSm90Forward, T, kHeadDim, kOptions, kHeadDimV>;
-    using Policies = ForwardPolicies<kOptions>;
-    constexpr bool kHasIntervals = includes(kOptions, kIntervals);
-    if constexpr (kIsFloat8<T> && can_transpose(kHasIntervals, kHeadDimV)) {
-      if (transposes_itself<kHasIntervals, kHeadDimV>(p)) {
-        return forward_to_256<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Policies, NoChunks, true>>(p);
-      }
+void forward(const AttnParams& p, bool transposes) {
+  using TileOfRow = TileOf<kernel_table::kSm90Forward, T, kHeadDim, kOptions, kHeadDimV>;
+  using Policies = ForwardPolicies<kOptions>;
+  if constexpr (kIsFloat8<T> && can_transpose(includes(kOptions, kIntervals), kHeadDimV)) {
+    if (transposes) {
+      return launch_forward<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Policies, NoChunks, true>>(p);
     }
-    forward_to_256<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Policies>>(p);
   }
+  launch_forward<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Policies>>(p);
 }
 
 }  // namespace flashattn_ext::sm90

@@ -7,8 +7,8 @@
 #include "cuda/score/intervals.cuh"
 #include "cuda/score/isolation.cuh"
 #include "cuda/stages/tile_order.cuh"
-#include "cuda/tile/lane.cuh"
 #include "cuda/tile/ring.cuh"
+#include "cuda/tile/warp.cuh"
 
 namespace flashattn_ext::sm90 {
 

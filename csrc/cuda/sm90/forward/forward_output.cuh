@@ -3,7 +3,7 @@
 // memory, and TMA stores them while the warp computes the next tile.
 #pragma once
 
-#include "cuda/ptx/bulk.cuh"
+#include "cuda/ptx/tma.cuh"
 #include "cuda/score/scores.cuh"
 #include "cuda/tile/panels.cuh"
 

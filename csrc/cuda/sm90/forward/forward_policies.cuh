@@ -5,8 +5,20 @@
 #include "cuda/sm90/forward/dropout_policy.cuh"
 #include "cuda/sm90/forward/score_policy.cuh"
 #include "cuda/sm90/forward/visibility_policy.cuh"
+#include "cuda/sm90/shared/forward_work.cuh"
 
 namespace flashattn_ext::sm90 {
+
+// The keys of a row in one chunk (cuda/sm90/invariant/chunking_policy.cuh).
+template <class SeenWork>
+struct ChunksApart {
+  using Work = SeenWork;
+  static __device__ __forceinline__ bool begins(int) { return false; }
+  static __device__ __forceinline__ void end_scores(int, OnlineSoftmax<>&) {}
+  template <int N>
+  static __device__ __forceinline__ void end_values(float (&)[N][4]) {}
+};
+using NoChunks = ChunksApart<ForwardWork>;
 
 struct PlainPolicies {
   template <int kGroups>

@@ -14,6 +14,7 @@
 #include "cuda/ptx/wgmma.cuh"
 #include "cuda/score/scores.cuh"
 #include "cuda/sm90/forward/forward_policies.cuh"
+#include "cuda/sm90/forward_large/forward_large_loaders.cuh"
 #include "cuda/sm90/shared/forward_work.cuh"
 #include "cuda/sm90/shared/named_barriers.h"
 #include "cuda/sm90/shared/pair.cuh"
@@ -25,10 +26,6 @@
 #include "cuda/tile/store_row.cuh"
 
 namespace flashattn_ext::sm90 {
-
-struct LargeForwardMaps {
-  CUtensorMap q, k, v;
-};
 
 template <class T, int kHeadDim, Options kOptions>
 struct LargeForward {
@@ -111,101 +108,6 @@ struct LargeForward {
     ptx::barrier_arrive_in_if(lane < kBlocks, ptx::address_in(lane % kBlocks, &empty));
   }
 
-  // --- the loading warps --------------------------------------------------------------------------------------------
-
-  // Where a thread loads from: a head of a batch entry, from a first key on.
-  struct Source {
-    int key_start, head, batch;
-    __device__ Source(const AttnParams& p, const ForwardWork& work, int key_start)
-        : key_start(key_start), head(work.h / static_cast<int>(p.group_size())), batch(p.is_varlen() ? 0 : work.b) {}
-  };
-
-  // One thread: it takes the next tile, and loads queries and keys.
-  struct KeyLoader {
-    Shared& shared;
-    const AttnParams& p;
-    const LargeForwardMaps& maps;
-    RingPosition<kKeyStages> k;
-    uint32_t q_parity = 0, work_parity = 0, next_parity = 0;
-
-    __device__ void load_all(const TileGrid& grid) {
-      auto take = [&] { return grid.take(static_cast<int>(gridDim.x) / kBlocks); };
-      each_forward_work<kAllRows, kKeys, false, false>(
-          p, grid, static_cast<int>(blockIdx.x) / kBlocks,
-          [&](int) { return shared.next_tile.next(take, &next_parity); },
-          [&](const ForwardWork& work, int key_start) {
-            publish_work(shared, work, &work_parity);
-            if (work.sees_keys()) load_tile(work, Source(p, work, key_start));
-          });
-      publish_work(shared, ForwardWork{}, &work_parity);
-    }
-    // The first keys are loaded before the queries: their stages are free while the last scores of the previous tile
-    // are computed.
-    __device__ void load_tile(const ForwardWork& work, const Source& source) {
-      constexpr int kAhead = (kKeyStages < kKeyParts ? kKeyStages : kKeyParts) - 1;
-      for (int n = work.last; n >= work.first; --n) {
-#pragma unroll 1
-        for (int part = 0; part < kKeyParts; ++part) {
-          if (n == work.last && part == kAhead) load_queries(work, source.batch);
-          load_part(n, part, source);
-        }
-      }
-    }
-    __device__ __forceinline__ void load_queries(const ForwardWork& work, int batch) {
-      ptx::barrier_wait(&shared.q_empty, q_parity ^ 1);
-      load_panels(shared.q, shared.q_full, maps.q, work.query_start + first_row(work), work.h, batch);
-      q_parity ^= 1;
-    }
-    __device__ __forceinline__ void load_part(int n, int part, const Source& source) {
-      const int first = static_cast<int>(ptx::cluster_rank()) * (kKeys / kBlocks);  // of this block's half
-      ptx::barrier_wait(&shared.k_empty[k.stage], k.parity ^ 1);
-      ptx::barrier_arrive_expect(&shared.k_full[k.stage], kKeyBytes);
-#pragma unroll
-      for (int panel = 0; panel < kKeyPanels; ++panel) {
-        ptx::tma_load_to_cluster(shared.k[k.stage][panel][first], &maps.k, &shared.k_full[k.stage],
-                                 (part * kKeyPanels + panel) * kPanelColumns, source.key_start + n * kKeys + first,
-                                 source.head, source.batch, kAllBlocks);
-      }
-      k.advance();
-    }
-  };
-
-  // One warp, whose first lane loads.
-  struct ValueLoader {
-    Shared& shared;
-    const AttnParams& p;
-    const LargeForwardMaps& maps;
-    RingPosition<kValueStages> v;
-    uint32_t work_parity = 0;
-
-    __device__ void load_all() {
-      for (;;) {
-        const ForwardWork work = receive_work(shared, &work_parity);
-        if (!work.exists()) return;
-        if (threadIdx.x % 32 == 0) load_tile(work);
-        __syncwarp();
-      }
-    }
-    __device__ void load_tile(const ForwardWork& work) {
-      const Source source(p, work, static_cast<int>(key_sequence(p, work.b).start));
-      for (int n = work.last; n >= work.first; --n) {
-#pragma unroll 1
-        for (int part = 0; part < kValueParts; ++part) load_part(n * kKeys + part * kValueRows, source);
-      }
-    }
-    __device__ __forceinline__ void load_part(int key, const Source& source) {
-      const int first = static_cast<int>(ptx::cluster_rank()) * kHalfPanels;  // of this block's half
-      ptx::barrier_wait(&shared.v_empty[v.stage], v.parity ^ 1);
-      ptx::barrier_arrive_expect(&shared.v_full[v.stage], kValueBytes);
-#pragma unroll
-      for (int panel = 0; panel < kHalfPanels; ++panel) {
-        ptx::tma_load_to_cluster(shared.v[v.stage][first + panel], &maps.v, &shared.v_full[v.stage],
-                                 (first + panel) * kPanelColumns, source.key_start + key, source.head, source.batch,
-                                 kAllBlocks);
-      }
-      v.advance();
-    }
-  };
   static constexpr uint16_t kAllBlocks = (1 << kBlocks) - 1;
 
   // --- the warpgroup of scores --------------------------------------------------------------------------------------
@@ -517,8 +419,8 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(LargeForward<T, kHea
   if (group == 0) {
     ptx::give_registers<kLargeRegisters.loader>();
     const int warp = uniform(static_cast<int>(threadIdx.x) / 32);
-    if (threadIdx.x == 0) typename Kernel::KeyLoader{shared, p, maps}.load_all(grid);
-    if (warp == 1) typename Kernel::ValueLoader{shared, p, maps}.load_all();
+    if (threadIdx.x == 0) LargeKeyLoader<Kernel>{shared, p, maps}.load_all(grid);
+    if (warp == 1) LargeValueLoader<Kernel>{shared, p, maps}.load_all();
   } else if (group == 1) {
     ptx::give_registers<kLargeRegisters.scores>();
     typename Kernel::Scores{shared, p, score, Kernel::first_of_warp()}.compute_tiles();
@@ -530,8 +432,9 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(LargeForward<T, kHea
 #endif
 }
 
-template <class T, int kHeadDim, Options kOptions>
-void forward_large(const AttnParams& p) {
+template <class T, int kHeadDim, Options kOptions, int kHeadDimV>
+void forward(const AttnParams& p, bool) {
+  static_assert(kHeadDim > 256 && kHeadDimV == kHeadDim);
   using Kernel = LargeForward<T, kHeadDim, kOptions>;
   if (p.batch * p.heads_q == 0) return;
   const LargeForwardMaps maps{query_map(p, p.q, p.head_dim, Kernel::kRows),

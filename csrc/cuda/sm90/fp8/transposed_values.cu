@@ -3,7 +3,7 @@
 #include "cuda/host/launch.cuh"
 #include "cuda/ptx/grid.cuh"
 #include "cuda/sm90/fp8/transposed_values.h"
-#include "cuda/sm90/kernels.h"
+#include "cuda/sm90/shared/tiles.h"
 #include "cuda/stages/tile_order.cuh"
 #include "cuda/tile/rows.cuh"
 #include "cuda/tile/tile.cuh"

@@ -14,13 +14,8 @@ namespace flashattn_ext::sm90 {
 constexpr int kTransposedKeys = 128;
 
 // Whether a forward can transpose values itself (value_transposer.cuh): kernels without intervals have idle warps for
-// that, and up to 128 columns room in shared memory. With few keys it is faster than a kernel before it.
+// that, and up to 128 columns room in shared memory.
 constexpr bool can_transpose(bool has_intervals, int head_dim_v) { return !has_intervals && head_dim_v <= 128; }
-template <bool kHasIntervals, int kHeadDimV>
-bool transposes_itself(const AttnParams& p) {
-  constexpr int64_t kFewKeys = 2048;
-  return can_transpose(kHasIntervals, kHeadDimV) && p.seqlen_k <= kFewKeys;
-}
 
 struct TransposedTile {
   int head, first;  // the first tile of the sequence among those of the head

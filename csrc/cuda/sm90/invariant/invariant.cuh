@@ -140,9 +140,8 @@ size_t invariant_bytes(const AttnParams& p) {
 }
 
 template <class T, int kHeadDim, Options kOptions, int kHeadDimV>
-ChunkKernel invariant_chunks() {
-  using Kernel = InvariantKernel<T, kHeadDim, kOptions, InvariantDecode>;
-  return {run_chunk_tasks<Kernel>, Kernel::kQueries, Kernel::kChunkTiles * Kernel::kKeys, Kernel::kKeys};
+void invariant_chunks(const AttnParams& p, const ChunkPartials& partials) {
+  run_chunk_tasks<InvariantKernel<T, kHeadDim, kOptions, InvariantDecode>>(p, partials);
 }
 
 }  // namespace flashattn_ext::sm90

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "cuda/score/scores.cuh"
-#include "cuda/sm90/backward/backward_step.cuh"
+#include "cuda/sm90/shared/backward_step.cuh"
 #include "cuda/sm90/shared/named_barriers.h"
 #include "cuda/sm90/shared/products.cuh"
 #include "cuda/tile/ring.cuh"
@@ -61,7 +61,7 @@ class KeyGradientTurns {
   __device__ __forceinline__ void start_dk(const Packed& packed) {
     kernel.await_phase();
     accumulate(kernel.dk, packed, shared.q[kernel.queries.stage]);
-    hand_over_dscores();
+    pass_dscores();
   }
   // stage: of the queries of dk, which is complete afterwards; S^T may be in flight. Calls under() while both are
   // computed.
@@ -121,7 +121,7 @@ class KeyGradientTurns {
     ptx::barrier_wait(&shared.dscores_empty[kernel.buffers.stage], kernel.buffers.parity ^ 1);
     store_panels(shared.dscores[kernel.buffers.stage], kernel.warp_key, packed);
   }
-  __device__ __forceinline__ void hand_over_dscores() {
+  __device__ __forceinline__ void pass_dscores() {
     ptx::fence_async_shared();
     ptx::barrier_arrive(&shared.dscores_full[kernel.buffers.stage]);
     kernel.buffers.advance();

@@ -54,7 +54,7 @@ struct DqLayout {
     return at(workspace, tile, row(warp), column(warp) / 8 + c);
   }
 
-  // The same for dq_finish_kernel, whose thread blocks have these warps only.
+  // The part of this warp in dq_finish_kernel, whose thread blocks have these warps only.
   static __device__ int query_row() { return row(threadIdx.x / 32); }
   static __device__ int query_column(int) {
     const int warp = threadIdx.x / 32;

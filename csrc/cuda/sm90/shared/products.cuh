@@ -26,7 +26,7 @@ __device__ __forceinline__ void issue_score_product(float (&c)[N][4], const T (&
                                            adds || d > 0, T());
   }
 }
-// The same with the rows in registers, as load_fragments loads them; c += rows * columns^T.
+// c += rows * columns^T with the rows in registers, as load_fragments loads them.
 template <int N, class T, int kSteps, int kPanels, int kColumns>
 __device__ __forceinline__ void issue_score_product(float (&c)[N][4], const uint32_t (&rows)[kSteps][4],
                                                     const T (&columns)[kPanels][kColumns][kPanelColumns],

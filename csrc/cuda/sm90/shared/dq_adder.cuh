@@ -3,8 +3,9 @@
 // deterministic call only this warp waits for the order of key tiles (dq_order.cuh).
 #pragma once
 
-#include "cuda/ptx/bulk.cuh"
-#include "cuda/sm90/backward/backward_step.cuh"
+#include "cuda/ptx/tma.cuh"
+#include "cuda/sm90/shared/backward_step.cuh"
+#include "cuda/stages/dq_order.cuh"
 
 namespace flashattn_ext::sm90 {
 
@@ -19,7 +20,7 @@ constexpr int kDqThreads = kGroupThreads + 32;
 // Writes a warpgroup's part of dq to shared memory, after the adder has read the part of the step before. The part may
 // have room for more columns than dq.
 template <int kTiles, int kPartTiles>
-__device__ __forceinline__ void write(float (&part)[4][kPartTiles][128], const float (&dq)[kTiles][4], int group) {
+__device__ __forceinline__ void stage_dq(float (&part)[4][kPartTiles][128], const float (&dq)[kTiles][4], int group) {
   static_assert(kTiles <= kPartTiles);
   float (&own)[kPartTiles][128] = part[threadIdx.x / 32 % 4];
   ptx::named_barrier_sync(kDqEmpty + group, kDqThreads);
@@ -27,7 +28,7 @@ __device__ __forceinline__ void write(float (&part)[4][kPartTiles][128], const f
   for (int c = 0; c < kTiles; ++c) ptx::store_fragment(own[c], dq[c]);
 }
 // Signals the adder. The fence waits until all writes are complete.
-__device__ __forceinline__ void hand_over(int group) {
+__device__ __forceinline__ void pass_dq(int group) {
   ptx::fence_async_shared();
   ptx::named_barrier_arrive(kDqFull + group, kDqThreads);
 }

@@ -1,5 +1,5 @@
-// Common parts of the two backward kernels for Hopper (backward.cuh, backward_wide.cuh): the producer warp and the
-// launch.
+// Common parts of the kernels for Hopper that walk over the queries of a tile of keys (backward.cuh, backward_wide.cuh,
+// heads.cuh, second.cuh): the producer warp and the launch.
 #pragma once
 
 #include "cuda/host/device.h"
@@ -7,17 +7,12 @@
 #include "cuda/ptx/grid.cuh"
 #include "cuda/score/large_rows.cuh"
 #include "cuda/score/scores.cuh"
-#include "cuda/sm90/backward/backward_heads.cuh"
-#include "cuda/sm90/backward/backward_visibility.cuh"
 #include "cuda/sm90/shared/backward_work.cuh"
 #include "cuda/sm90/shared/named_barriers.h"
-#include "cuda/stages/backward_finish.cuh"
-#include "cuda/stages/bias_finish.cuh"
 #include "cuda/stages/tile_order.cuh"
-#include "cuda/tile/lane.cuh"
 #include "cuda/tile/maybe_array.cuh"
 #include "cuda/tile/ring.cuh"
-#include "rules/bias.h"
+#include "cuda/tile/warp.cuh"
 
 namespace flashattn_ext::sm90 {
 
@@ -247,6 +242,27 @@ __device__ __forceinline__ void load_or_inspect(typename Kernel::Shared& shared,
   } else {
     Kernel::Visibility::template inspect<Kernel>(shared, p, warp);
   }
+}
+
+// The body of a kernel.
+template <class Kernel>
+__device__ __forceinline__ void run_backward(const AttnGradParams& p, const typename Kernel::Workspace& workspace,
+                                             const typename Kernel::Maps& maps, const TileGrid& grid) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  extern __shared__ __align__(1024) unsigned char memory[];
+  typename Kernel::Shared& shared = *reinterpret_cast<typename Kernel::Shared*>(memory);
+  if (threadIdx.x == 0) {
+    for (const CUtensorMap* map : {&maps.q, &maps.k, &maps.v, &maps.dout}) ptx::prefetch_tensor_map(map);
+    Kernel::Gradients::prefetch_map(maps);
+    if (Kernel::Dropping::kDrops) ptx::wait_for_previous_kernel();  // init reads the state of the generator
+    Kernel::init(shared, p);
+    ptx::fence_barrier_init();
+  }
+  ptx::wait_for_previous_kernel();
+  sync_pair_or_block<Kernel::kPaired>();
+  Kernel::run(shared, p, workspace, maps, grid);
+  if (Kernel::kPaired) sync_pair_or_block<true>();
+#endif
 }
 
 // --- on the host --------------------------------------------------------------------------------------------------

@@ -12,16 +12,6 @@
 
 namespace flashattn_ext::sm90 {
 
-template <class SeenWork>
-struct ChunksApart {
-  using Work = SeenWork;
-  static __device__ __forceinline__ bool begins(int) { return false; }
-  static __device__ __forceinline__ void end_scores(int, OnlineSoftmax<>&) {}
-  template <int N>
-  static __device__ __forceinline__ void end_values(float (&)[N][4]) {}
-};
-using NoChunks = ChunksApart<ForwardWork>;
-
 // The sums of the chunks so far of a tile of queries, which a consumer thread keeps in global memory, in the L2 cache.
 template <int kOutTiles, int kGroups>
 struct EarlierChunks {

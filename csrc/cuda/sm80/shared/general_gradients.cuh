@@ -1,11 +1,13 @@
-// The functions of scores.cuh for calls with softcap or biases. Warp-uniform branches select the score rule at run
-// time. Stored scores are logits in units of log2, with their biases.
+// What the sm_80 kernels of gradients (backward.cuh, second.cuh) do with the scores of calls with softcap or biases.
+// Warp-uniform branches select the score rule at run time. Stored scores are logits in units of log2, with their
+// biases.
 #pragma once
 
 #include "cuda/score/bias.cuh"
 #include "cuda/score/scores.cuh"
 #include "cuda/stages/bias_gradient.cuh"
-#include "cuda/tile/elements.cuh"
+#include "cuda/tile/tensor_core.cuh"
+#include "cuda/tile/tile.cuh"
 
 namespace flashattn_ext {
 
@@ -45,4 +47,18 @@ __device__ __forceinline__ void weigh_and_differentiate(float (&weights)[kKeyTil
   bias_gradient.finish();
 }
 
+namespace sm80 {
+
+// Stores this warp's sums over the scores of head h, for the gradients of biases, and resets them. The first split
+// of the columns does it for all.
+template <class Kernel, class Sums>
+__device__ __forceinline__ void store_bias_sums(const Kernel& kernel, Sums& sums, int h) {
+  if (kernel.split() != 0) return;
+  const AttnGradParams& p = kernel.p;
+  const int64_t tile = kernel.workspace.first_key_tile(p, kernel.b, key_sequence(p, kernel.b)) + kernel.n;
+  end_head(sums, p, kernel.workspace, kernel.b, h, tile, kernel.warp(), kernel.first_score_key() + g(),
+           kernel.extent()->length_k);
+}
+
+}  // namespace sm80
 }  // namespace flashattn_ext

@@ -1,0 +1,440 @@
+// Which kernels a call runs. Every threshold between compiled kernels is here, with the figure behind it, and becomes
+// one Choice, which the sizes of workspaces, the runs, supports() and `slow` read. How a kernel then divides its work
+// is in its own folder.
+//
+// Host code that needs neither CUDA's headers nor a GPU: tests/builds/test_choose.py asks for GPUs of any size.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <iterator>
+#include <limits>
+
+#include "backend/cached_call.h"
+#include "cuda/decode/few_rows/backward_plan.h"
+#include "cuda/decode/few_rows/packed.h"
+#include "cuda/decode/prefill/cache_rows.h"
+#include "cuda/decode/prefill/chunks.h"
+#include "cuda/decode/split/decode.h"
+#include "cuda/decode/split/tiles.h"
+#include "cuda/host/call.h"
+#include "cuda/sm80/shared/tiles.h"
+#include "cuda/sm90/fp8/transposed_values.h"
+#include "cuda/sm90/shared/tiles.h"
+#include "cuda/table/stages.h"
+#include "rules/mask.h"
+
+namespace flashattn_ext {
+
+// Whose rows a backend runs: those for every GPU (cuda-sm80), or on Hopper these and its own (cuda-sm90).
+enum class Family { kEveryGpu, kHopper };
+
+struct Gpu {
+  int multiprocessors = 0;
+  int block_shared = 0;  // bytes of shared memory that a thread block may have
+};
+
+enum class Way {
+  kTiles,    // a thread block for each tile of queries, in a backward of keys: the kernels of sm80/ and sm90/
+  kChunks,   // forward: one for each chunk of keys (decode/prefill/chunks.h)
+  kPacked,   // forward: split-KV over the packed rows of a KV head (decode/few_rows/packed.h)
+  kSplit,    // forward: split-KV over tiles of decoding (decode/split/)
+  kPrefill,  // of a decoding call: a varlen forward, which makes a choice of its own (decode/prefill/prefill.h)
+  kFewRows,  // backward: split-KV over the packed rows of a KV head (decode/few_rows/few_rows.h)
+};
+
+// What happens to inputs before. The kernels of split-KV read fp8 as it is, with any alignment.
+enum class Inputs { kAsGiven, kAligned, kWidened };
+
+struct Choice {
+  TableRow row;  // the kernel; none: no row serves the call
+  Way way = Way::kTiles;
+  Inputs inputs = Inputs::kAligned;
+  bool transposes = false;  // values in e4m3: whether the kernel transposes them itself, or another one before it
+};
+
+// A call with its inputs widened.
+inline KernelCall widened_call(KernelCall call) {
+  if (call.type == kE4m3) call.type = kBf16;
+  return call;
+}
+// Invariant calls in fp8 have the bits of decoding, which widens its caches.
+inline KernelCall forward_call(const AttnParams& p) {
+  const Options options = p.invariant ? invariant_options(options_of(p)) : options_of(p);
+  const KernelCall call{type_bit(p.dtype), p.head_dim, p.head_dim_v, options, p.row_maxima.data != nullptr,
+                        p.invariant};
+  return p.invariant ? widened_call(call) : call;
+}
+// `invariant` is about out and lse: derivatives, like gradients, are those of the call without it.
+inline KernelCall backward_call(const AttnParams& p, Options options) {
+  return {type_bit(p.dtype), p.head_dim, p.head_dim_v, options};
+}
+
+// What a row of kSm80Forward must have for a call. A call with row_maxima runs a general kernel where those of its own
+// options do not track them. Invariant calls with a Mask run one of three classes of head dims, and others the plain
+// kernels of these classes, which have the same steps.
+inline KernelCall sm80_forward_call(KernelCall call) {
+  const int64_t columns = std::max(call.head_dim, call.head_dim_v);
+  if (columns > 256) return call;
+  if (call.is_invariant) {
+    call.head_dim = columns > 128 ? 256 : columns > 64 ? 128 : 64;
+    if (call.wants_largest) call.options = call.options | kIntervals;
+  }
+  if (call.wants_largest && !sm80::tells_largest(call.options)) {
+    call.options = call.options & kFp8 ? kFp8General : kGeneral;
+  }
+  return call;
+}
+
+// How decoding runs a row of kSm90Invariant; `run` is not set.
+inline ChunkKernel chunk_tile(const TableRow& row) {
+  const sm90::ForwardTile tile = compiled_tile(table_row<Stage::kSm90Invariant>(row).tiles);
+  return {nullptr, tile.queries(), tiles_of_chunk(tile.keys) * tile.keys, tile.keys};
+}
+// A row of kSm90Packed; `run` is not set.
+inline decode::PackedKernel packed_tile(const TableRow& row) {
+  const auto& kernel = table_row<Stage::kSm90Packed>(row);
+  const sm90::ForwardTile tile = compiled_tile(kernel.tiles);
+  return {nullptr, tile.queries(), tile.keys, kernel.head_dims.qk};
+}
+
+// Shared memory that a thread block of a forward or of forward mode needs, in bytes; 0: what every GPU has.
+inline int least_shared(const TableRow& row) {
+  const int bytes = row.type == kFp32 ? 4 : 2;
+  const int least =
+      row.stage == Stage::kSm80Forward ? sm80::least_shared(bytes, table_row<Stage::kSm80Forward>(row).head_dims.qk)
+      : row.stage == Stage::kSm80Jvp   ? sm80::derivative_shared(bytes, table_row<Stage::kSm80Jvp>(row).head_dims.qk)
+                                       : 0;
+  return least > sm80::kSmallShared ? least : 0;
+}
+
+// Whether the rows of q and of the caches are aligned for TMA.
+inline bool has_aligned_rows(const DecodeParams& p) {
+  const auto aligned = [&](const TensorView& t, int64_t columns) {
+    return rows_are_aligned(t, columns, element_bytes(p));
+  };
+  const bool has_q = p.rotary.cos ? p.head_dim % 8 == 0 : aligned(p.q, p.head_dim);
+  return has_q && aligned(p.k, p.head_dim) && aligned(p.v, p.head_dim_v);
+}
+
+class Chooser {
+ public:
+  Chooser(Family family, const Gpu& gpu) : family_(family), gpu_(gpu) {}
+
+  // --- rows, whether or not the GPU has the shared memory that they need ---------------------------------------------
+
+  TableRow forward_row(const KernelCall& call) const {
+    if (!is_hopper()) return first<Stage::kSm80Forward>(sm80_forward_call(widened_call(call)));
+    if (call.is_invariant) {
+      if (const TableRow row = first<Stage::kSm90Invariant>(call)) return row;
+    }
+    if (const TableRow row = first<Stage::kSm90Forward>(call)) return row;
+    if (call.type == kE4m3) return forward_row(widened_call(call));
+    return first<Stage::kSm80Forward>(sm80_forward_call(call));
+  }
+  TableRow backward_row(const KernelCall& call) const {
+    const TableRow own = hoppers<Stage::kSm90Backward>(call);
+    return own ? own : first<Stage::kSm80Backward>(call);
+  }
+  TableRow jvp_row(const AttnParams& p) const {
+    const KernelCall call = backward_call(p, options_of(p));
+    const TableRow own = hoppers<Stage::kSm90Jvp>(call);
+    return own ? own : first<Stage::kSm80Jvp>(call);
+  }
+  TableRow second_row(const AttnParams& p) const {
+    const KernelCall call = backward_call(p, options_of(p));
+    const TableRow own = hoppers<Stage::kSm90Second>(call);
+    return own ? own : first<Stage::kSm80Second>(call);
+  }
+
+  // --- calls ---------------------------------------------------------------------------------------------------------
+
+  Choice forward(const AttnParams& p) const {
+    Choice choice{forward_row(forward_call(p))};
+    const bool is_narrow = p.dtype == DType::kFloat8;  // a prefill has already widened its keys and values
+    if (p.invariant && has_few_queries(p) && has_chunks(cached_call(p), choice.row)) {
+      choice.way = Way::kChunks;
+    } else if (is_few_rows(p)) {
+      choice = split_kv(cached_call(p), true);
+      choice.inputs = is_narrow ? Inputs::kAsGiven : Inputs::kAligned;
+    } else {
+      if (is_narrow && choice.row.type != kE4m3) choice.inputs = Inputs::kWidened;
+      choice.transposes = transposes_itself(p, choice.row);
+    }
+    return choice;
+  }
+
+  Choice decode(const DecodeParams& p) const {
+    // A prefill aligns its rows. Its packed sequences, which may have any order, must not be forwards with few rows.
+    if (!is_prefill(p, static_cast<bool>(packed_row(p)))) return split_kv(p, has_aligned_rows(p));
+    const TableRow row = forward_row(forward_call(p));
+    const bool in_chunks = p.invariant && has_chunks(p, row);
+    return {row, in_chunks ? Way::kChunks : Way::kPrefill};
+  }
+
+  Choice backward(const AttnGradParams& p) const {
+    const KernelCall call = backward_call(p, options_of(p));
+    if (const TableRow row = few_rows_row(p, call)) return {row, Way::kFewRows};
+    if (const TableRow row = hoppers<Stage::kSm90Heads>(call); row && runs_by_heads(p, row)) return {row};
+    KernelCall grouped = call;
+    grouped.options = call.options | kGroups;
+    if (is_hopper() && adds_over_groups(p)) {
+      if (const TableRow row = first<Stage::kSm90Backward>(grouped)) return {row};
+    }
+    return {backward_row(call)};
+  }
+
+  // Whether the GPU has the shared memory for the smallest tile of decoding.
+  bool has_shared_memory(const DecodeParams& p) const {
+    const decode::TileSizes tile = decode::sizes_of(key_type(p), kernel_table::kDecode[first_split_row(p)]);
+    return tile.query_bytes + tile.team_bytes <= gpu_.block_shared - decode::kStaticBytes;
+  }
+
+ private:
+  // The first row of a stage that serves a call.
+  template <Stage kStage>
+  TableRow first(const KernelCall& call) const {
+    int i = 0;
+    for (const auto& row : RowsOf<kStage>::kTable) {
+      if (serves(row, call) && !(is_hopper() && row.gpus == kOtherGpus)) return {kStage, i, call.type};
+      ++i;
+    }
+    return {};
+  }
+  template <Stage kStage>
+  TableRow hoppers(const KernelCall& call) const {
+    return is_hopper() ? first<kStage>(call) : TableRow{};
+  }
+  bool is_hopper() const { return family_ == Family::kHopper; }
+
+  // --- forwards with few queries for many keys, and decoding ---------------------------------------------------------
+  // Such calls are bound by memory bandwidth. The kernels of sm80/ and sm90/ would launch one thread block for each
+  // tile of a query head: too few blocks, each of which walks over all keys. The choices do not depend on the batch
+  // size, so that the results of a sequence are bit-identical in every batch.
+
+  static constexpr int64_t kLeastSplitKeys = 512;  // with fewer keys split-KV gains little, forward or backward
+  // The most queries of a sequence with which a forward is split: the tiles of the kernels of sm90/, which launch one
+  // thread block for each query head and query tile, have enough rows from about 32 queries on.
+  static constexpr int64_t kFewQueries = 32;
+  // The most with long keys, unless kernels of packed rows serve the call; and with these, above which the kernels of
+  // sm90/ are as fast even for one long sequence.
+  static constexpr int64_t kMostFewQueries = 64, kMostPackedQueries = 128;
+
+  // The most queries by the shapes of one sequence. packs: whether the kernels of packed rows serve the call.
+  static int64_t most_few_queries(const AttnParams& p, bool packs) {
+    // On an H200, 64 queries have 0.98 of the speed of a copy if the batch fills the GPU and every query head has its
+    // own keys. Where several query heads share keys, packed rows are 1.1 to 1.8 times as fast with 64 queries from
+    // 4096 keys on (with 2048 and batches of 8 they are 0.8 times), and as fast with 128. So other calls are split only
+    // for sequences so long that large batches of them are rare: one sequence alone fills the GPU then, and is up to 4
+    // times as fast.
+    constexpr int64_t kLongBytes = 128 << 20, kLeastPackedKeys = 4096;
+    const bool is_long = p.seqlen_k * p.heads_k * (p.head_dim + p.head_dim_v) * key_bytes(p) >= kLongBytes;
+    if (is_long) return packs ? kMostPackedQueries : kMostFewQueries;
+    return packs && p.group_size() > 1 && p.seqlen_k >= kLeastPackedKeys ? kMostFewQueries : kFewQueries;
+  }
+
+  // Whether an invariant dense call has so few queries for its keys that it runs in chunks, if its kernel has them.
+  static bool has_few_queries(const AttnParams& p) {
+    return !p.is_varlen() && !p.has_intervals() && p.batch * p.heads_q > 0 && p.seqlen_q > 0 &&
+           p.seqlen_q <= kFewQueries && p.seqlen_k >= kLeastSplitKeys;
+  }
+  // Whether the forward's row has chunks, and room for the call in them.
+  static bool has_chunks(const DecodeParams& p, const TableRow& row) {
+    constexpr int64_t kMostBytes = 256 << 20;  // of partial results of several queries
+    if (row.stage != Stage::kSm90Invariant) return false;
+    const ChunkKernel kernel = chunk_tile(row);
+    if (p.is_varlen() || p.seqlen_q > kernel.rows || p.head_dim_v > decode::kMostChunkColumns) return false;
+    const int64_t rows = decode::partial_rows(p, kernel);
+    return rows <= std::numeric_limits<int32_t>::max() &&
+           (p.seqlen_q == 1 || rows * decode::columns_of(p) * 4 <= kMostBytes);
+  }
+
+  // Whether a forward is split. The kernels of sm80/ and sm90/ keep the calls with a Mask (they skip its hidden tiles),
+  // dropout, a dense or a relative bias, or `centres` (an output for the gradients of biases), and invariant calls.
+  bool is_few_rows(const AttnParams& p) const {
+    constexpr int64_t kWideColumns = 256, kMostNarrowRows = 64;  // above kWideColumns a tile has 16 rows
+    // These come first, because every forward asks. Without query heads there may be no KV heads to divide by.
+    static_assert(kMostPackedQueries >= kMostFewQueries && kMostPackedQueries >= kFewQueries);
+    if (p.seqlen_q > kMostPackedQueries || p.seqlen_k < kLeastSplitKeys || p.heads_q == 0) return false;
+    if (p.invariant || p.has_intervals() || p.has_dropout() || p.relative_bias || p.bias.data || p.centres.data)
+      return false;
+    const DecodeParams call = cached_call(p);
+    if (p.seqlen_q > most_few_queries(p, static_cast<bool>(packed_row(call)))) return false;
+    if (std::max(p.head_dim, p.head_dim_v) > kWideColumns && p.seqlen_q * p.group_size() > kMostNarrowRows)
+      return false;
+    // The kernel numbers the units (decode/split/plan.h) in 32 bits.
+    const int64_t tiles = p.seqlen_q * p.group_size() / 16 + 1,
+                  units = batch_entries(p) * key_rows(p) / decode::kUnitKeys + p.batch;
+    if (p.heads_k * units > std::numeric_limits<int32_t>::max() / (2 * tiles)) return false;
+    return p.dtype != DType::kFloat64 && has_shared_memory(call);
+  }
+
+  // aligned: whether the rows of a call are, or copies of them will be.
+  Choice split_kv(const DecodeParams& p, bool aligned) const {
+    const TableRow packed = aligned ? packed_row(p) : TableRow{};
+    if (packed) return {packed, Way::kPacked, Inputs::kAsGiven};
+    return {split_row(p), Way::kSplit, Inputs::kAsGiven};
+  }
+
+  // The kernel of packed rows for a call whose rows are aligned; none: it runs tiles of decoding.
+  TableRow packed_row(const DecodeParams& p) const {
+    const TableRow row = hoppers<Stage::kSm90Packed>(forward_call(p));
+    if (!row || p.is_fp8 || p.invariant || p.num_splits > 0 || p.cache.block_table) return {};
+    if ((p.is_varlen() && !p.splits_alone) || p.seqlen_q > kMostPackedQueries) return {};
+    if (p.batch * p.heads_q * query_rows(p) == 0 || p.cache.entries == 0 || p.seqlen_k < kLeastSplitKeys) return {};
+    const decode::PackedKernel kernel = packed_tile(row);
+    // Tiles of 16 rows of the other kernels are as fast; in a forward with more than 128 columns 0.86 times. Few
+    // queries leave most rows of a block empty, which costs nothing as long as there is one tile.
+    const int64_t rows = p.seqlen_q * p.group_size(), least = kernel.columns > 128 ? 9 : 17;
+    const int64_t padded = tile_count(p.seqlen_q, decode::kBlockRows) * decode::kBlockRows * p.group_size();
+    // Works are numbered in 32 bits.
+    const int64_t tiles = p.batch * p.heads_k * tile_count(padded, kernel.rows);
+    if (tiles > std::numeric_limits<int32_t>::max() / (2 * decode::kMostParts)) return {};
+    return rows >= least && (padded <= kernel.rows || 2 * rows >= padded) ? row : TableRow{};
+  }
+
+  static unsigned key_type(const DecodeParams& p) {
+    if (p.is_fp8) return kE4m3;
+    return p.dtype == DType::kFloat16 || p.dtype == DType::kBFloat16 ? type_bit(p.dtype) : kFp32;
+  }
+  // The row of the smallest tile of the class of head dims.
+  static int first_split_row(const DecodeParams& p) {
+    const unsigned type = key_type(p);
+    const int columns = decode::class_of(type, std::max(p.head_dim, p.head_dim_v));
+    int i = 0;
+    while (!(kernel_table::kDecode[i].types & type) || kernel_table::kDecode[i].head_dim != columns) ++i;
+    return i;
+  }
+  // The smallest tile that holds all rows of a KV head, otherwise the largest one that the GPU has shared memory for.
+  TableRow split_row(const DecodeParams& p) const {
+    const unsigned type = key_type(p);
+    const int64_t rows = p.heads_k > 0 ? p.seqlen_q * p.group_size() : 0;
+    const int begin = first_split_row(p), columns = kernel_table::kDecode[begin].head_dim;
+    TableRow found;
+    int held = 0;  // rows of its tile
+    for (int i = begin; i < static_cast<int>(std::size(kernel_table::kDecode)); ++i) {
+      const DecodeRow& row = kernel_table::kDecode[i];
+      if (!(row.types & type) || row.head_dim != columns) continue;
+      if (found && rows <= held) break;
+      const decode::TileSizes sizes = decode::sizes_of(type, row);
+      if (sizes.heads > 1 && !has_adjacent_heads(p, sizes.heads, columns)) continue;
+      if (found && sizes.query_bytes + sizes.team_bytes > gpu_.block_shared - decode::kStaticBytes) break;
+      found = {Stage::kDecode, i, type};
+      held = sizes.rows;
+    }
+    return found;
+  }
+  // Whether rows of `heads` adjacent KV heads are one row in memory, which a tile of as many heads reads.
+  static bool has_adjacent_heads(const DecodeParams& p, int heads, int kernel_columns) {
+    const auto adjacent = [&](const TensorView& t, int64_t columns) {
+      return columns == kernel_columns && t.head_stride == columns && rows_are_aligned(t, 0, key_bytes(p));
+    };
+    return p.heads_k % heads == 0 && adjacent(p.k, p.head_dim) && adjacent(p.v, p.head_dim_v);
+  }
+
+  // packs: whether a kernel of packed rows computes the call if it is no prefill.
+  bool is_prefill(const DecodeParams& p, bool packs) const {
+    using namespace decode;
+    if (p.invariant) return p.batch * p.heads_q > 0 && packed_queries(p) > 0;
+    // With fewer queries, or with fewer query tiles than half of the multiprocessors, the forward kernels do not fill
+    // the GPU; split-KV does. Gathering pages pays off if every key is used by many rows.
+    constexpr int64_t kManyRows = 1024, kTileQueries = 128;
+    if (p.num_splits > 0) return false;  // bit-identical in every batch: the kernel must not depend on the batch size
+    // Calls that the forward computes on the decoding kernels stay there: these would read a widened copy as fp8.
+    if (p.seqlen_q <= (packs ? kMostPackedQueries : kMostFewQueries) || p.has_intervals() || p.cache.entries == 0)
+      return false;
+    if (p.alibi_batch_stride % 2 != 0) return false;
+    // Fp8 queries are not widened here, and keys and values are widened in whole vectors only.
+    const bool odd_descales = (p.descale_k.batch_stride | p.descale_v.batch_stride) % 2 != 0;
+    if (p.is_fp8 && (p.dtype == DType::kFloat8 || odd_descales || (p.head_dim | p.head_dim_v) % 8 != 0)) return false;
+    if (2 * p.batch * p.heads_q * tile_count(p.seqlen_q, kTileQueries) < gpu_.multiprocessors) return false;
+    if (!p.is_fp8 && !is_aligned(p)) return false;
+    if (!has_even_rows(p, p.out) || !(p.rotary.cos || has_even_rows(p, p.q)) || packed_queries(p) > kMostRows)
+      return false;
+    if (gathers(p)) {
+      // The copy must not exceed the size of the cache: block tables may have room for far more pages.
+      return p.seqlen_q * p.group_size() >= kManyRows &&
+             all_rows(p) <= std::min(kMostRows, p.cache.entries * p.cache.page_size);
+    }
+    return entry_rows(p, p.k) > 0 && entry_rows(p, p.k) == entry_rows(p, p.v) && all_rows(p) <= kMostRows;
+  }
+
+  // --- values in e4m3 ------------------------------------------------------------------------------------------------
+
+  // With few keys a kernel that transposes values itself is faster than one before it.
+  static bool transposes_itself(const AttnParams& p, const TableRow& row) {
+    constexpr int64_t kMostTransposedKeys = 2048;
+    if (row.stage != Stage::kSm90Forward || row.type != kE4m3) return false;
+    const auto& kernel = table_row<Stage::kSm90Forward>(row);
+    return sm90::can_transpose(includes(kernel.options, kIntervals), kernel.head_dims.v) &&
+           p.seqlen_k <= kMostTransposedKeys;
+  }
+
+  // --- backwards -----------------------------------------------------------------------------------------------------
+
+  // The kernel of a backward with few rows: dense float16 and bfloat16 calls with head dims up to 128, without softcap
+  // and biases, whose packed rows of one KV head fit in a tile. With more rows the kernels of sm80/ and sm90/ keep the
+  // tensor cores busy.
+  TableRow few_rows_row(const AttnGradParams& p, const KernelCall& call) const {
+    if (p.softcap > 0 || p.has_bias() || p.has_intervals() || p.has_dropout()) return {};
+    // The packed rows of a KV head must fit in a tile, but a varlen sequence may have more queries than max_seqlen_q.
+    if (p.is_varlen() || p.seqlen_q == 0 || p.heads_q == 0 || p.seqlen_k < kLeastSplitKeys) return {};
+    // The tile of 16 rows of the kernels for every GPU is as fast: on an H200 1 x 1 x 65536 keys of 32:8 heads of 128
+    // are read and written at 0.84 of the bandwidth of a copy, with Hopper's own kernel at 0.83; 8 x 4 x 16384 at 0.85
+    // and 0.83.
+    constexpr int64_t kNarrowRows = 16;
+    const int64_t rows = p.seqlen_q * p.group_size();
+    const bool aligned = rows_are_aligned(p.dk, p.head_dim, 2) && rows_are_aligned(p.dv, p.head_dim_v, 2);
+    if (const TableRow own = hoppers<Stage::kSm90Resident>(call); own && rows > kNarrowRows && aligned) {
+      if (rows <= compiled_tile(table_row<Stage::kSm90Resident>(own).tiles).rows) return own;
+    }
+    int i = -1;
+    for (const FewRowsRow& row : kernel_table::kFewRowsBackward) {
+      ++i;
+      if (!(row.types & call.type) || std::max(p.head_dim, p.head_dim_v) > row.head_dim) continue;
+      if (rows > 16 * row.row_tiles) continue;
+      if (decode::shared_bytes_of(row) > gpu_.block_shared) return {};
+      return {Stage::kFewRowsBackward, i, call.type};
+    }
+    return {};
+  }
+
+  // Whether a thread block computes whole heads of many short sequences (docs/sm90_heads.md). Its sums have to stay in
+  // the L2 cache beside the rows of the heads, of which a walk with a right bound reads half as many. Each thread block
+  // has to take about the same number of heads. A deterministic call does not run so, because how many heads it has
+  // must not change the bits of one.
+  bool runs_by_heads(const AttnGradParams& p, const TableRow& row) const {
+    constexpr int64_t kMostKeys = 1024, kMostSums = 20 << 20, kMostBoundedSums = 40 << 20;
+    if (p.is_varlen() || p.deterministic || p.heads_q == 0 || p.seqlen_q == 0) return false;
+    if (p.seqlen_k == 0 || p.seqlen_k > kMostKeys) return false;
+    // The first key tile, which comes last, has to meet every query.
+    const BasicMask<int64_t> mask(p, p.seqlen_q, p.seqlen_k);
+    if (mask.window_left != mask.kUnbounded || mask.keys_of(0, 1).end == 0) return false;
+    if (!rows_are_aligned(p.out, p.head_dim_v, element_bytes(p))) return false;
+    const int64_t heads = p.batch * p.heads_k, at_once = gpu_.multiprocessors;
+    const int64_t rounds = (heads + at_once - 1) / at_once;
+    const int64_t most = mask.window_right == mask.kUnbounded ? kMostSums : kMostBoundedSums;
+    const sm90::BackwardTile tile = compiled_tile(table_row<Stage::kSm90Heads>(row).tiles);
+    return heads > 0 && 4 * heads >= 3 * rounds * at_once &&
+           sm90::head_sum_vectors(p, tile, sm90::head_blocks(p, at_once)) * 16 <= most;
+  }
+
+  // Whether the query heads of a group add up their dk and dv (QueryHeads in backward_heads.cuh), in any order, instead
+  // of sharing a walk. It costs the additions, and pays in two cases. Walks over whole groups leave multiprocessors
+  // idle: few of them are in one round, or there is one round only, in which causal walks differ in length. Or, with a
+  // right bound, thread blocks soon read different query heads, since their walks differ in length, and the group is
+  // larger than the L2 cache holds for all that run together.
+  bool adds_over_groups(const AttnGradParams& p) const {
+    constexpr int64_t kKeys = 128, kLargeGroup = 24 << 20;  // bytes
+    if (p.deterministic || p.heads_q <= p.heads_k) return false;
+    const int64_t tiles = tile_count(p.seqlen_k, kKeys) * p.batch * p.heads_k, at_once = gpu_.multiprocessors;
+    const bool bounded = p.window_right != kUnbounded;
+    if (4 * tiles < 3 * at_once || (bounded && tiles <= at_once)) return true;
+    return bounded && p.window_left == kUnbounded && group_bytes(p, 2) >= kLargeGroup;
+  }
+
+  const Family family_;
+  const Gpu gpu_;
+};
+
+}  // namespace flashattn_ext
