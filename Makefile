@@ -21,7 +21,7 @@ BIN := $(VENV)/bin/python
 RESULTS := runs/experiments
 CPP_SOURCES := $(shell find csrc -name "*.h" -o -name "*.cpp" -o -name "*.cuh" -o -name "*.cu")
 SOURCES := $(CPP_SOURCES) csrc/call/options.def csrc/cuda/table/stages.def csrc/sources.py
-FORMATTED := $(CPP_SOURCES) $(shell find ascend_c tests/ascend tests/npu tools -name "*.h" -o -name "*.cpp")
+FORMATTED := $(CPP_SOURCES) $(shell find ascend_c tests/ascend tests/kernels tests/npu tools -name "*.h" -o -name "*.cpp")
 PYTHON_SOURCES := csrc examples flashattn_ext flashattn_ext_lab tests tools setup.py
 HAS_TORCH := import torch, sys; sys.exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 6))
 

@@ -101,7 +101,8 @@ find_cann() {
 CANN toolkit $MINIMUM_CANN or newer and source its set_env.sh, or build for the emulator: bash build.sh -arch $ARCH -mode emulator" 2
   is_at_least "$MINIMUM_CANN" "$CANN_VERSION" ||
     fail "CANN $CANN_VERSION in $CANN is too old; $MINIMUM_CANN or newer is needed" 2
-  COMPILER="$(find -L "$CANN" -maxdepth 5 -type f -name bisheng 2>/dev/null | head -1)"
+  # Links of the toolkit may form a loop, which find reports as a failure.
+  COMPILER="$(find -L "$CANN" -maxdepth 5 -type f -name bisheng 2>/dev/null | head -1 || true)"
   [[ -n "$COMPILER" ]] || fail "the compiler bisheng is missing in $CANN (version $CANN_VERSION): install the whole CANN toolkit, \
 or build for the emulator: bash build.sh -arch $ARCH -mode emulator" 2
   echo "CANN $CANN_VERSION in $CANN, compiler $COMPILER"

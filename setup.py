@@ -50,6 +50,10 @@ SOURCES = [
     "csrc/cpu/inst/avx512_derivatives.cpp",
     "csrc/cpu/inst/avx512_bf16.cpp",
     "csrc/cpu/inst/avx512_bf16_derivatives.cpp",
+    "csrc/cpu/inst/neon.cpp",
+    "csrc/cpu/inst/neon_derivatives.cpp",
+    "csrc/cpu/inst/neon_bf16.cpp",
+    "csrc/cpu/inst/neon_bf16_derivatives.cpp",
 ]
 
 

@@ -246,8 +246,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
                     continue  # fp64 exists on the CPU alone
                 if dtype == torch.float32 and device == EMULATOR:
                     continue
-                if isa == "avx512_bf16" and dtype != torch.bfloat16:
-                    continue  # these run the kernels of avx512, as tests/kernels/test_isa.py checks
+                if isa in ("avx512_bf16", "neon_bf16") and dtype != torch.bfloat16:
+                    continue  # these run the kernels of avx512 or neon, as tests/kernels/test_isa.py checks
                 rows.append(((device, isa), dtype))
                 ids.append(f"{target}-{str(dtype).removeprefix('torch.')}")
     if takes_dtype:  # the instruction sets of a dtype follow each other, too: they have the same references

@@ -6,6 +6,10 @@
 
 #include "cpu/kernels.h"
 
+#if defined(__aarch64__)
+#include <sys/auxv.h>
+#endif
+
 namespace flashattn_ext {
 namespace {
 
@@ -21,6 +25,10 @@ bool machine_has(const CpuKernels& kernels) {
 #if defined(FLASHATTN_HAVE_AVX512_BF16)
   if (name == "avx512_bf16") return avx512 && __builtin_cpu_supports("avx512bf16");
 #endif
+#elif defined(__aarch64__)
+  constexpr unsigned long kHasBf16 = 1ul << 14;  // HWCAP2_BF16, which old headers lack
+  if (name == "neon") return true;
+  if (name == "neon_bf16") return getauxval(AT_HWCAP2) & kHasBf16;
 #endif
   return false;
 }
@@ -34,6 +42,11 @@ std::vector<const CpuKernels*> available_kernels() {
   all.insert(__builtin_cpu_is("intel") ? all.end() : all.begin(), &kAvx512Bf16Kernels);
 #endif
   all.push_back(&kAvx2Kernels);
+#elif defined(__aarch64__)
+#if defined(FLASHATTN_HAVE_NEON_BF16)
+  all.push_back(&kNeonBf16Kernels);
+#endif
+  all.push_back(&kNeonKernels);
 #endif
   all.push_back(&kGenericKernels);
   std::vector<const CpuKernels*> available;
@@ -65,9 +78,11 @@ std::atomic<const CpuKernels*>& selected() {
 
 const CpuKernels& cpu_kernels(DType dtype) {
   const CpuKernels* const kernels = selected().load(std::memory_order_relaxed);
+  [[maybe_unused]] const bool is_bf16 = dtype == DType::kBFloat16 || dtype == DType::kFloat8;
 #if defined(FLASHATTN_HAVE_AVX512_BF16)
-  const bool has_own = dtype == DType::kBFloat16 || dtype == DType::kFloat8;
-  if (kernels == &kAvx512Bf16Kernels && !has_own) return kAvx512Kernels;
+  if (kernels == &kAvx512Bf16Kernels && !is_bf16) return kAvx512Kernels;
+#elif defined(FLASHATTN_HAVE_NEON_BF16)
+  if (kernels == &kNeonBf16Kernels && !is_bf16) return kNeonKernels;
 #endif
   return *kernels;
 }

@@ -10,8 +10,8 @@
 
 namespace flashattn_ext {
 
-// Fastest first, out of "avx512_bf16", "avx512", "avx2", "generic"; only sets that are compiled in and that the CPU
-// supports.
+// Fastest first, out of "avx512_bf16", "avx512", "avx2", "generic" on x86-64 and "neon_bf16", "neon", "generic" on
+// AArch64; only sets that are compiled in and that the CPU supports.
 std::vector<std::string> cpu_isas();
 
 // The instruction set in use: FLASHATTN_EXT_ISA if set at the first call, else the fastest.

@@ -7,6 +7,10 @@
 #if defined(__x86_64__) && ((defined(__clang__) && __clang_major__ >= 10) || (!defined(__clang__) && __GNUC__ >= 11))
 #define FLASHATTN_HAVE_AVX512_BF16
 #endif
+// Clang's arm_neon.h has these intrinsics without -march from version 16 on.
+#if defined(__aarch64__) && ((defined(__clang__) && __clang_major__ >= 16) || (!defined(__clang__) && __GNUC__ >= 10))
+#define FLASHATTN_HAVE_NEON_BF16
+#endif
 
 namespace flashattn_ext {
 
@@ -19,8 +23,8 @@ struct CpuDerivatives {
   void (*second)(const SecondParams& params);
 };
 
-// All entries dispatch on the dtype in the params. Scratch sizes are bytes per worker. The table of avx512_bf16 serves
-// bf16 and fp8 alone.
+// All entries dispatch on the dtype in the params. Scratch sizes are bytes per worker. The tables of avx512_bf16
+// and neon_bf16 serve bf16 and fp8 alone.
 struct CpuKernels {
   const char* name;
   int64_t float_lanes;                              // floats of a vector
@@ -37,8 +41,9 @@ struct CpuKernels {
   const CpuDerivatives* derivatives;
 };
 
-// The table that runs calls of this dtype with the instruction set in use (isa.h). For avx512_bf16 and a dtype other
-// than bf16 and fp8 it is that of avx512: the kernels would be the same, and they are not compiled twice.
+// The table that runs calls of this dtype with the instruction set in use (isa.h). For a dtype other than bf16 and
+// fp8 avx512_bf16 has that of avx512, and neon_bf16 that of neon: the kernels would be the same, and they are not
+// compiled twice.
 const CpuKernels& cpu_kernels(DType dtype);
 
 extern const CpuKernels kGenericKernels;
@@ -47,6 +52,11 @@ extern const CpuKernels kAvx2Kernels;
 extern const CpuKernels kAvx512Kernels;
 #if defined(FLASHATTN_HAVE_AVX512_BF16)
 extern const CpuKernels kAvx512Bf16Kernels;
+#endif
+#elif defined(__aarch64__)
+extern const CpuKernels kNeonKernels;
+#if defined(FLASHATTN_HAVE_NEON_BF16)
+extern const CpuKernels kNeonBf16Kernels;
 #endif
 #endif
 

@@ -237,16 +237,28 @@ def asc_modules(version: str) -> dict[str, str]:
     return {**ASC, ASC_INFORMATION: (ASC_OF_9_0 if version.startswith("9.0") else ASC_OF_9_1) + ASC_RULES}
 
 
-def make_building_cann(folder: Path, version: str, project: Path, log: Path) -> Path:
-    """A CANN that can be built with. Its libraries are empty; the compiler writes its arguments to `log`."""
-    make_cann(folder, version)
+def make_building_cann(folder: Path, version: str, project: Path, log: Path, host: str = "") -> Path:
+    """A CANN that can be built with. Its libraries are empty; the compiler writes its arguments to `log`.
+
+    host: a folder such as aarch64-linux that has the files, to which links at the top point. One of its own links goes back up.
+    """
+    if host:
+        for path in ("ccec_compiler/bin", "include", "lib64"):
+            (folder / host / path).mkdir(parents=True)
+        (folder / host / "ascend_toolkit_install.info").write_text(f"package_name=Ascend-cann-toolkit\nversion={version}\n")
+        (folder / host / "latest").symlink_to("..")
+        for name in ("include", "lib64"):
+            (folder / name).symlink_to(f"{host}/{name}")
+    else:
+        make_cann(folder, version)
+        (folder / "lib64").mkdir()
     names = {
         "log": log,
         "project": project / "ascend_c",
         "compiler": os.environ.get("CXX", "c++"),
-        "bisheng": folder / "compiler" / "bisheng",
+        "bisheng": folder / (f"{host}/ccec_compiler/bin" if host else "compiler") / "bisheng",
     }
-    cmake = folder / "compiler" / "tikcpp" / "ascendc_kernel_cmake"
+    cmake = folder / (host or "compiler") / "tikcpp" / "ascendc_kernel_cmake"
     files = {"ascendc.cmake": ASCENDC} if version.startswith("8") else asc_modules(version)
     compilers = {folder / "cxx": COMPILER, names["bisheng"]: COMPILER}
     for path, text in {**{cmake / path: text for path, text in files.items()}, **compilers}.items():
@@ -254,7 +266,6 @@ def make_building_cann(folder: Path, version: str, project: Path, log: Path) -> 
         path.write_text(text.format(**names))
     for path in compilers:
         path.chmod(0o755)
-    (folder / "lib64").mkdir()
     libraries = [names["compiler"], "-shared", "-x", "c++", "/dev/null", "-o"]
     subprocess.run([*libraries, folder / "lib64" / "libascendcl.so"], check=True)
     return folder
@@ -284,7 +295,7 @@ KERNELS = sorted(path.stem for path in (ROOT / "ascend_c" / "inst").glob("*.cpp"
 def make_project(tmp_path: Path):
     """A copy of the project with a CANN of that version, the compiler's log, and the arguments of build()."""
 
-    def make(version: str) -> tuple[Path, Path, dict]:
+    def make(version: str, host: str = "") -> tuple[Path, Path, dict]:
         project, log = tmp_path / "project", tmp_path / "log"
         for name in ("ascend_c", "csrc", "tools"):
             shutil.copytree(ROOT / name, project / name)
@@ -293,7 +304,7 @@ def make_project(tmp_path: Path):
         (project / "flashattn_ext").mkdir()
         packages = make_torch_npu(tmp_path / "packages")
         (packages / "torch_npu" / "lib").mkdir()
-        cann = make_building_cann(tmp_path / "cann", version, project, log)
+        cann = make_building_cann(tmp_path / "cann", version, project, log, host)
         shutil.copy(cann / "lib64" / "libascendcl.so", packages / "torch_npu" / "lib" / "libtorch_npu.so")
         options = dict(cann=cann, packages=packages, root=project, CXX=str(cann / "cxx"), TEST_BROKEN_SOURCE="none")
         return project, log, options
@@ -301,10 +312,16 @@ def make_project(tmp_path: Path):
     return make
 
 
-@pytest.mark.parametrize("debug", [False, True], ids=["", "debug"])
-@pytest.mark.parametrize("version", ["8.5.0", "9.0.1", "9.1.0"])
-def test_build_for_an_npu(version: str, debug: bool, make_project) -> None:
-    project, log, options = make_project(version)
+@pytest.mark.parametrize(
+    ("version", "debug", "host"),
+    [
+        *((version, debug, "") for version in ("8.5.0", "9.0.1", "9.1.0") for debug in (False, True)),
+        ("8.5.0", False, "aarch64-linux"),
+        ("9.1.0", False, "aarch64-linux"),
+    ],
+)
+def test_build_for_an_npu(version: str, debug: bool, host: str, make_project) -> None:
+    project, log, options = make_project(version, host)
     cann, packages = options["cann"], options["packages"]
     done = build("-arch", "910_93", "-soc", "Ascend910_9382", "-j", "2", *["-debug"] * debug, **options)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -342,7 +359,7 @@ def test_build_for_an_npu(version: str, debug: bool, make_project) -> None:
         toolchain = f"--gcc-toolchain={os.path.realpath(libgcc.strip()).split('/lib/gcc/')[0]}"
         for line in (launch, link):
             words = line.split()
-            assert words[0] == str(cann / "compiler" / "bisheng")
+            assert words[0] == str(cann / (f"{host}/ccec_compiler/bin" if host else "compiler") / "bisheng")
             assert {toolchain, "--npu-arch=dav-2201", "-std=c++17"} <= set(words)
             assert [word for word in words if word.startswith("-O")][-1] == ("-O0" if debug else "-O3")
         definitions = {word for word in launch.split() if word.startswith("-DASCENDC")}

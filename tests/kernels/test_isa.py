@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 from pathlib import Path
 
@@ -27,7 +28,8 @@ def restore_isa():
 def test_the_list_ends_with_the_one_that_always_works() -> None:
     names = _C.cpu_isas()
     assert names[-1] == "generic" and len(set(names)) == len(names)
-    assert set(names) <= {"avx512_bf16", "avx512", "avx2", "generic"}
+    others = ["neon_bf16", "neon"] if platform.machine() == "aarch64" else ["avx512_bf16", "avx512", "avx2"]
+    assert set(names) <= {*others, "generic"}
 
 
 def test_the_fastest_is_the_default() -> None:
@@ -77,7 +79,7 @@ def test_set_cpu_isa(restore_isa: None) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
 def test_instruction_sets_agree(dtype: torch.dtype, restore_isa: None) -> None:
-    """Each one is within its bound of the tolerance rule; avx512_bf16 has kernels of its own for bf16 alone."""
+    """Each one is within its bound of the tolerance rule; those for bf16 have kernels of their own for bf16 alone."""
     case = Case(dtype=dtype, Sq=130, Sk=150, Hq=4, D=72, Dv=40, causal=True, smooth_softmax=True)
     inputs = make_inputs(case, "cpu")
     ref, plain = (run_reference(case, inputs, d) for d in (torch.float64, dtype))
@@ -89,10 +91,11 @@ def test_instruction_sets_agree(dtype: torch.dtype, restore_isa: None) -> None:
         assert_within_rule(f"out of {name}", result.out, ref.out, plain.out)
         for key, grad in result.grads.items():
             assert_within_rule(f"d{key} of {name}", grad, ref.grads[key], plain.grads[key])
-    if "avx512_bf16" in results and dtype != torch.bfloat16:
-        assert_same_bits(results["avx512_bf16"].out, results["avx512"].out, "out")
-        for key, grad in results["avx512_bf16"].grads.items():
-            assert_same_bits(grad, results["avx512"].grads[key], f"d{key}")
+    for name in {"avx512_bf16", "neon_bf16"} & set(results) if dtype != torch.bfloat16 else ():
+        other = results[name.removesuffix("_bf16")]
+        assert_same_bits(results[name].out, other.out, "out")
+        for key, grad in results[name].grads.items():
+            assert_same_bits(grad, other.grads[key], f"d{key}")
 
 
 def test_isa_and_bits_of_dropout(restore_isa: None) -> None:
@@ -104,7 +107,7 @@ def test_isa_and_bits_of_dropout(restore_isa: None) -> None:
     assert all(torch.equal(mask, masks[0]) for mask in masks)
 
 
-@pytest.mark.parametrize("name", ["avx2" if "avx2" in _C.cpu_isas() else "generic"])
+@pytest.mark.parametrize("name", [next(x for x in ("avx2", "neon", "generic") if x in _C.cpu_isas())])
 def test_what_is_compiled_for_one_is_in_its_namespace(name: str, tmp_path: Path) -> None:
     """Of two definitions of an inline function the linker keeps either, even the copy compiled for a newer CPU."""
     compiler, compiled = os.environ.get("CXX", "c++").split(), tmp_path / "kernels.o"

@@ -39,7 +39,7 @@ struct BackwardScratch {
         columns(units * Op::kPack),
         columns_v(units_v * Op::kPack),
         k(p, size, units, true, &carve),
-        v(carve.take<Unit>(size.keys * units_v)),
+        v(carve.take<Unit>(product_row_units<Op>(size.keys, units_v))),
         q(carve.take<Unit>(size.queries * units)),
         dout(carve.take<Unit>(size.queries * units_v)),
         q_panels(carve.take<Unit>(row_panel_units<Op>(size.queries, units))),
@@ -83,7 +83,7 @@ class Backward : KeyTileWalk<Backward<In, Op, Accuracy, Rule>, AttnGradParams, I
     this->begin(item);
     const int64_t row = keys.start + key0;
     scratch.k.load(row_of<const In>(p.k, b, hk, row), p.k.row_stride, key_count, p.head_dim);
-    v = stage_rows<Op>(row_of<const In>(p.v, b, hk, row), p.v.row_stride, key_count, p.head_dim_v, scratch.v);
+    v = stage_product_rows<Op>(row_of<const In>(p.v, b, hk, row), p.v.row_stride, key_count, p.head_dim_v, scratch.v);
     std::memset(scratch.dk, 0, key_count * scratch.columns * sizeof(Real));
     std::memset(scratch.dv, 0, key_count * scratch.columns_v * sizeof(Real));
     for (int64_t h = hk * p.group_size(); h < (hk + 1) * p.group_size(); ++h) {
@@ -145,7 +145,7 @@ class Backward : KeyTileWalk<Backward<In, Op, Accuracy, Rule>, AttnGradParams, I
     const ScoreTile<Op>& tile = scratch.tile;
     const GradientTile<Op>& gradients = scratch.gradients;
     const IndexRange panel_keys = mask.panel_keys(lanes.begin);
-    const Gemm<Op> qk{scratch.k.rows.data, scratch.k.rows.stride, q_transposed, tile.scores, size.queries};
+    const Gemm<Op> qk{scratch.k.rows().data, scratch.k.rows().stride, q_transposed, tile.scores, size.queries};
     const Gemm<Op> dov{v.data, v.stride, dout_transposed, gradients.scores, size.queries};
     const int64_t units = ceil_div(p.head_dim, Op::kPack), units_v = ceil_div(p.head_dim_v, Op::kPack);
     if constexpr (kIsGeneral<Rule>) {

@@ -10,7 +10,7 @@
 namespace flashattn_ext {
 namespace FLASHATTN_ISA {
 
-// The rows of one input of a key tile: as staged rows, and as the B operand of a product for dq.
+// The rows of one input of a key tile: as the A operand of a product for scores, and as the B operand of one for dq.
 template <class In, class Op>
 class KeyRowsOperand {
   using Unit = typename Op::Unit;
@@ -18,7 +18,7 @@ class KeyRowsOperand {
  public:
   // wanted: false for an input that is absent, which takes no memory.
   KeyRowsOperand(const AttnParams& p, const TileSize& size, int64_t units, bool wanted, ScratchCarver* carve)
-      : staged_(carve->take<Unit>(wanted ? size.keys * units : 0)),
+      : staged_(carve->take<Unit>(wanted ? product_row_units<Op>(size.keys, units) : 0)),
         panels_memory_(carve->take<Unit>(wanted ? row_panel_units<Op>(size.keys, units) : 0)),
         isolated_(wanted && p.has_intervals(), size.keys, units, carve),
         units_(units),
@@ -26,16 +26,17 @@ class KeyRowsOperand {
 
   void load(const In* from, int64_t stride, int64_t count, int64_t columns) {
     count_ = count;
-    rows = stage_rows<Op>(from, stride, count, columns, staged_);
-    panels_ = row_panels<Op>(rows, count, units_, panels_memory_);
+    rows_ = stage_rows<Op>(from, stride, count, columns, behind_pairs<Op>(staged_, count, units_));
+    (void)product_rows<Op>(rows_, count, units_, staged_);
+    panels_ = row_panels<Op>(rows_, count, units_, panels_memory_);
     panels_are_finite_ = false;
-    if (has_intervals_) finite_ = isolated_.find(from, stride, count, columns, rows);
+    if (has_intervals_) finite_ = isolated_.find(from, stride, count, columns, rows_);
   }
   // The B operand, without its non-finite rows if `isolates` (isolated_rows.h).
   const Panels<Op>& panels(bool isolates) {
     const bool finite = isolates && isolated_.any();
     if (panels_are_finite_ != finite) {
-      panels_ = row_panels<Op>(finite ? finite_ : rows, count_, units_, panels_memory_);
+      panels_ = row_panels<Op>(finite ? finite_ : rows_, count_, units_, panels_memory_);
       panels_are_finite_ = finite;
     }
     return panels_;
@@ -46,9 +47,17 @@ class KeyRowsOperand {
     if (panels_are_finite_) isolated_.add(to, stride, RowsThatSee<Op>{mask.limits()}, weight);
   }
 
-  StagedRows<Op> rows{};
+  // The A operand.
+  StagedRows<Op> rows() const {
+    if constexpr (kPairsRows<Op>) {
+      return {staged_, units_};
+    } else {
+      return rows_;
+    }
+  }
 
  private:
+  StagedRows<Op> rows_{};
   Unit *staged_, *panels_memory_;
   IsolatedRows<In, Op> isolated_;
   int64_t units_, count_ = 0;

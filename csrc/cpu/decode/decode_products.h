@@ -93,18 +93,19 @@ struct RowProduct {
   }
   static V load(const Unit* q) { return S::load(q); }
 };
-#if defined(FLASHATTN_ISA_AVX512_BF16)
+#if defined(FLASHATTN_ISA_BF16)
 template <>
 struct RowProduct<BFloat16, Bf16DotOp> {
-  using V = __m512;
+  using V = typename Bf16DotOp::V;
+  using Units = typename Bf16DotOp::Units;
   using Unit = uint32_t;
   static constexpr bool kRepeatsKeys = true;
 
   template <int C>
-  static V add_product(V sum, __m512i q, const BFloat16* k) {
-    return Bf16DotOp::multiply_add(sum, (__m512i)repeat_bytes<C * sizeof(Unit)>(k), q);
+  static V add_product(V sum, Units q, const BFloat16* k) {
+    return Bf16DotOp::multiply_add(sum, (Units)repeat_bytes<C * sizeof(Unit)>(k), q);
   }
-  static __m512i load(const Unit* q) { return _mm512_loadu_si512(q); }
+  static Units load(const Unit* q) { return Bf16DotOp::load_units(q); }
 };
 #endif
 
@@ -381,37 +382,35 @@ struct BandValues {
   }
 };
 
-#if defined(FLASHATTN_ISA_AVX512_BF16)
-// The same for pairs of adjacent keys (VDPBF16PS), with weights rounded to bfloat16 as in forward.h. weights: units
+#if defined(FLASHATTN_ISA_BF16)
+// The same for pairs of adjacent keys (dot_bf16.h), with weights rounded to bfloat16 as in forward.h. weights: units
 // [keys / (2 * kPairs)][R][kPairs].
 template <int R>
 struct BandValues<BFloat16, Bf16DotOp, R> {
   using In = BFloat16;
+  using Op = Bf16DotOp;
   using S = Simd<float>;
+  using V = typename Op::V;
+  using Units = typename Op::Units;
   using Unit = uint32_t;
-  static constexpr int W = 16, C = W / R;
+  static constexpr int W = S::kWidth, C = W / R;
   static constexpr int kRows = R < 8 ? R : 8;
   static constexpr int kPairs = C > 1 ? C / 2 : 1;                    // pairs of keys in a chunk
-  static constexpr int kLoads = kRows == 8 ? 1 : kRows == 4 ? 2 : 4;  // loads of 32 columns each
+  static constexpr int kLoads = kRows == 8 ? 1 : kRows == 4 ? 2 : 4;  // loads of 2 * W columns each
 
   // Stores the weights of chunks 2 * n and 2 * n + 1.
-  static void store_weights(Unit* to, int64_t n, __m512 even, __m512 odd) {
-    if constexpr (C > 1) {
-      const __m512i both = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(odd, even));
-      _mm512_storeu_si512(to + n * 16, both);
-    } else {
-      PanelForms<Bf16DotOp>::pairs(to, n * 16, &even, &odd, 1);
-    }
+  static void store_weights(Unit* to, int64_t n, V even, V odd) {
+    Op::store_units(to + n * W, C > 1 ? Op::narrow(even, odd) : Op::pairs(even, odd));
   }
 
   FLASHATTN_SHARED static void add(float* out, int64_t columns, const float*, const Unit* weights,
                                    const BFloat16* const* v, Ahead<In>* ahead) {
     for (int64_t row = 0; row < R; row += kRows) {
       int64_t d = 0;
-      for (; d + kLoads * 32 <= columns; d += kLoads * 32) {
+      for (; d + kLoads * 2 * W <= columns; d += kLoads * 2 * W) {
         add_columns<kLoads>(out + row * columns + d, columns, weights + row * kPairs, v, d, row == 0 ? ahead : nullptr);
       }
-      for (; d < columns; d += 32)
+      for (; d < columns; d += 2 * W)
         add_columns<1>(out + row * columns + d, columns, weights + row * kPairs, v, d, row == 0 ? ahead : nullptr);
     }
   }
@@ -420,13 +419,7 @@ struct BandValues<BFloat16, Bf16DotOp, R> {
   template <int N>
   static void add_columns(float* out, int64_t columns, const Unit* weights, const BFloat16* const* v, int64_t d,
                           Ahead<In>* ahead) {
-    alignas(64) static constexpr uint16_t kFirst[32] = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
-                                                        8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
-    alignas(64) static constexpr uint16_t kSecond[32] = {16, 48, 17, 49, 18, 50, 19, 51, 20, 52, 21,
-                                                         53, 22, 54, 23, 55, 24, 56, 25, 57, 26, 58,
-                                                         27, 59, 28, 60, 29, 61, 30, 62, 31, 63};
-    const __m512i first = _mm512_load_si512(kFirst), second = _mm512_load_si512(kSecond);
-    __m512 sums[kRows][2 * N];
+    V sums[kRows][2 * N];
     FLASHATTN_UNROLL(8)
     for (int m = 0; m < kRows; ++m) {
       FLASHATTN_UNROLL(8)
@@ -436,19 +429,20 @@ struct BandValues<BFloat16, Bf16DotOp, R> {
       FLASHATTN_UNROLL(1)
       for (int j = 0; j < kPairs; ++j) {
         const BFloat16* const* const rows = v + 2 * (chunk * kPairs + j);
-        if (ahead) ahead->template ask<2 * N * 64>();
-        __m512i values[2 * N];
+        if (ahead) ahead->template ask<2 * N * kVectorBytes>();
+        Units values[2 * N];
         FLASHATTN_UNROLL(4)
         for (int n = 0; n < N; ++n) {
-          const __m512i a = _mm512_loadu_si512(rows[0] + d + n * 32), b = _mm512_loadu_si512(rows[1] + d + n * 32);
-          values[2 * n] = _mm512_permutex2var_epi16(a, first, b);
-          values[2 * n + 1] = _mm512_permutex2var_epi16(a, second, b);
+          const Units a = Op::load_units(reinterpret_cast<const Unit*>(rows[0] + d + n * 2 * W));
+          const Units b = Op::load_units(reinterpret_cast<const Unit*>(rows[1] + d + n * 2 * W));
+          values[2 * n] = Op::first_pairs(a, b);
+          values[2 * n + 1] = Op::second_pairs(a, b);
         }
         FLASHATTN_UNROLL(8)
         for (int m = 0; m < kRows; ++m) {
-          const __m512i weight = _mm512_set1_epi32(weights[chunk * R * kPairs + m * kPairs + j]);
+          const Units weight = Op::broadcast(weights + chunk * R * kPairs + m * kPairs + j);
           FLASHATTN_UNROLL(8)
-          for (int n = 0; n < 2 * N; ++n) sums[m][n] = Bf16DotOp::multiply_add(sums[m][n], weight, values[n]);
+          for (int n = 0; n < 2 * N; ++n) sums[m][n] = Op::multiply_add(sums[m][n], weight, values[n]);
         }
       }
     }

@@ -375,9 +375,8 @@ class InvariantDecode {
       }
     }
     if constexpr (Op::kPack == 2) {
-      for_rows([&](int64_t r) {
-        PanelForms<Op>::of_row(scratch.pairs + r * size.keys / 2, scratch.scores + r * size.keys, count);
-      });
+      for_rows(
+          [&](int64_t r) { row_of_pairs(scratch.pairs + r * size.keys / 2, scratch.scores + r * size.keys, count); });
     }
   }
   Real weight_of(int64_t r, int64_t key) const {

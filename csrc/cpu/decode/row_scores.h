@@ -13,10 +13,10 @@ template <class In, class Op>
 struct UnitVector {
   static auto load(const In* from) { return WideVector<typename Op::Real, In>::load(from); }
 };
-#if defined(FLASHATTN_ISA_AVX512_BF16)
+#if defined(FLASHATTN_ISA_BF16)
 template <>
 struct UnitVector<BFloat16, Bf16DotOp> {
-  static __m512i load(const BFloat16* from) { return _mm512_loadu_si512(from); }
+  static auto load(const BFloat16* from) { return Bf16DotOp::load_units(reinterpret_cast<const uint32_t*>(from)); }
 };
 #endif
 

@@ -46,8 +46,8 @@ struct JvpScratch {
         q_transposed(carve.take<Unit>(units * size.queries)),
         tq_transposed(carve.take<Unit>(p.tangents.q.data ? units * size.queries : 0)),
         values(carve.take<Unit>(row_panel_units<Op>(size.keys, units_v))),
-        keys(carve.take<Unit>(size.keys * units)),
-        tk(carve.take<Unit>(p.tangents.k.data ? size.keys * units : 0)),
+        keys(carve.take<Unit>(product_row_units<Op>(size.keys, units))),
+        tk(carve.take<Unit>(p.tangents.k.data ? product_row_units<Op>(size.keys, units) : 0)),
         tile(p, size, &carve),
         tangents(p, p.tangents, size, &carve),
         out(carve.take<Real>(size.queries * columns_v)),
@@ -129,7 +129,7 @@ class Jvp {
     const TangentTile<Op>& tangents = scratch.tangents;
     const PanelMask<Op> mask(head_mask, row0, row_count, key0, count, false, tile.limits);
     const auto staged = [&](const TensorView& t, Unit* to) {
-      return stage_rows<Op>(row_of<const In>(t, batch, hk, row), t.row_stride, count, p.head_dim, to);
+      return stage_product_rows<Op>(row_of<const In>(t, batch, hk, row), t.row_stride, count, p.head_dim, to);
     };
     const StagedRows<Op> k = staged(p.k, scratch.keys);
     const StagedRows<Op> tk = tangents.of_k ? staged(p.tangents.k, scratch.tk) : StagedRows<Op>{};

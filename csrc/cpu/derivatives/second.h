@@ -105,8 +105,8 @@ struct SecondScratch {
         columns_v(units_v * Op::kPack),
         k(p, size, units, true, &carve),
         tk(p, size, units, p.tangents.k.data, &carve),
-        v(carve.take<Unit>(size.keys * units_v)),
-        tv(carve.take<Unit>(p.tangents.v.data ? size.keys * units_v : 0)),
+        v(carve.take<Unit>(product_row_units<Op>(size.keys, units_v))),
+        tv(carve.take<Unit>(p.tangents.v.data ? product_row_units<Op>(size.keys, units_v) : 0)),
         q(p, size, p.head_dim, true, &carve),
         tq(p, size, p.head_dim, p.tangents.q.data, &carve),
         dout(p, size, p.head_dim_v, true, &carve),
@@ -161,8 +161,8 @@ class Second : KeyTileWalk<Second<In, Op, Accuracy, Rule>, SecondParams, In, Op,
     const TensorView &tk = p.tangents.k, &tv = p.tangents.v;
     scratch.k.load(at(p.k), p.k.row_stride, key_count, p.head_dim);
     if (tk.data) scratch.tk.load(at(tk), tk.row_stride, key_count, p.head_dim);
-    v = stage_rows<Op>(at(p.v), p.v.row_stride, key_count, p.head_dim_v, scratch.v);
-    if (tv.data) values_tangent = stage_rows<Op>(at(tv), tv.row_stride, key_count, p.head_dim_v, scratch.tv);
+    v = stage_product_rows<Op>(at(p.v), p.v.row_stride, key_count, p.head_dim_v, scratch.v);
+    if (tv.data) values_tangent = stage_product_rows<Op>(at(tv), tv.row_stride, key_count, p.head_dim_v, scratch.tv);
   }
 
   // Query tile `number` of query head h.
@@ -222,7 +222,7 @@ class Second : KeyTileWalk<Second<In, Op, Accuracy, Rule>, SecondParams, In, Op,
     const ScoreTile<Op>& tile = scratch.tile;
     const TangentTile<Op>& tangents = scratch.tangents;
     const SecondTile<Op>& second = scratch.second;
-    const StagedRows<Op>& k = scratch.k.rows;
+    const StagedRows<Op> k = scratch.k.rows();
     const IndexRange panel_keys = mask.panel_keys(lanes.begin);
     const int64_t units = ceil_div(p.head_dim, Op::kPack), units_v = ceil_div(p.head_dim_v, Op::kPack);
     if constexpr (kIsGeneral<Rule>) {
@@ -232,7 +232,7 @@ class Second : KeyTileWalk<Second<In, Op, Accuracy, Rule>, SecondParams, In, Op,
     const Panels<Op>& dout = scratch.dout.transposed;
     score_product(Gemm<Op>{k.data, k.stride, scratch.q.transposed, tile.scores, size.queries}, panel_keys, lanes,
                   units);
-    tangents.multiply(k, scratch.tk.rows, scratch.q.transposed, scratch.tq.transposed, panel_keys, lanes, units);
+    tangents.multiply(k, scratch.tk.rows(), scratch.q.transposed, scratch.tq.transposed, panel_keys, lanes, units);
     score_product(Gemm<Op>{v.data, v.stride, dout, second.gradients.scores, size.queries}, panel_keys, lanes, units_v);
     if (p.tangents.v.data) {
       Real* const panel = second.value_products - lanes.begin;

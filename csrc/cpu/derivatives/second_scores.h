@@ -157,12 +157,14 @@ inline void differentiate_twice_vectors(const ScoreTile<Op>& tile, const Tangent
     if (both) one_key(j + 1, value_weight[1], f[1], t[1]);
     for (int n = 0; !both && n < kVectors; ++n) f[1][n] = t[1][n] = S::zero();
     for (int k = 0; k < (both ? 2 : 1); ++k) {
-      PanelForms<Op>::queries(tile.scores + (j + k) * queries, lane, value_weight[k], kVectors);
-      PanelForms<Op>::queries(second.gradients.scores + (j + k) * queries, lane, f[k], kVectors);
-      if (has_products) PanelForms<Op>::queries(tangents.scores + (j + k) * queries, lane, t[k], kVectors);
+      PanelForms<Op>::queries(tile.scores + (j + k) * queries, queries, j + k, lane, value_weight[k], kVectors);
+      PanelForms<Op>::queries(second.gradients.scores + (j + k) * queries, queries, j + k, lane, f[k], kVectors);
+      if (has_products)
+        PanelForms<Op>::queries(tangents.scores + (j + k) * queries, queries, j + k, lane, t[k], kVectors);
     }
-    PanelForms<Op>::pairs(second.gradients.pairs + j / 2 * queries, lane, f[0], f[1], kVectors);
-    if (tangents.of_k) PanelForms<Op>::pairs(second.tangent_pairs + j / 2 * queries, lane, t[0], t[1], kVectors);
+    PanelForms<Op>::pairs(second.gradients.pairs + j / 2 * queries, queries, j, lane, f[0], f[1], kVectors);
+    if (tangents.of_k)
+      PanelForms<Op>::pairs(second.tangent_pairs + j / 2 * queries, queries, j, lane, t[0], t[1], kVectors);
   }
 }
 

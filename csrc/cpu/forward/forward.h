@@ -28,7 +28,7 @@ struct ForwardScratch {
   int64_t units, units_v, columns_v;  // of a padded row: units of q and k, units and columns of v
   Unit* staged;                       // Q, later V, as staged rows (pack.h)
   Unit *q_transposed, *values;        // B operands
-  Unit* keys;                         // K as staged rows
+  Unit* keys;                         // K as the A operand
   ScoreTile<Op> tile;
   Real* out;  // [queries][columns_v], not yet divided by the row sum
   RunningRows<Op> rows;
@@ -45,7 +45,7 @@ struct ForwardScratch {
         staged(carve.take<Unit>(greater(size.queries * units, size.keys * units_v))),
         q_transposed(carve.take<Unit>(units * size.queries)),
         values(carve.take<Unit>(row_panel_units<Op>(size.keys, units_v))),
-        keys(carve.take<Unit>(size.keys * units)),
+        keys(carve.take<Unit>(product_row_units<Op>(size.keys, units))),
         tile(p, size, &carve),
         out(carve.take<Real>(size.queries * columns_v)),
         rows(p, size, &carve),
@@ -178,7 +178,7 @@ class Forward {
   void key_tile(const HeadMask& head_mask, const TileRows<In>& rows, IndexRange keys_of_tile) {
     const int64_t key0 = keys_of_tile.begin, count = keys_of_tile.end - key0;
     const PanelMask<Op> mask(head_mask, row0, row_count, key0, count, false, scratch.tile.limits);
-    const StagedRows<Op> k = stage_rows<Op>(rows.k, rows.k_stride, count, p.head_dim, scratch.keys);
+    const StagedRows<Op> k = stage_product_rows<Op>(rows.k, rows.k_stride, count, p.head_dim, scratch.keys);
     const ScoreTile<Op>& tile = scratch.tile;
     if (p.has_dropout()) {
       fill_keep_bits(tile.keep_bits, size.queries / kDropoutLanes, philox, p, batch, head, row0, row_count, key0,

@@ -5,7 +5,7 @@
 
 #define FLASHATTN_ISA avx512_bf16
 #define FLASHATTN_ISA_AVX512
-#define FLASHATTN_ISA_AVX512_BF16
+#define FLASHATTN_ISA_BF16
 #define FLASHATTN_KERNELS kAvx512Bf16Kernels
 // The target stays in force to the end of the file: templates are instantiated there.
 #if defined(__clang__)

@@ -8,7 +8,7 @@
 namespace flashattn_ext {
 namespace FLASHATTN_ISA {
 
-#if defined(FLASHATTN_ISA_AVX512_BF16)
+#if defined(FLASHATTN_ISA_BF16)
 using BFloat16Op = Bf16DotOp;
 #else
 using BFloat16Op = FmaOp<float>;
@@ -17,8 +17,8 @@ using BFloat16Op = FmaOp<float>;
 // Calls body(In{}, Op{}, Accuracy{}) with the types that belong to a dtype: all but fp8, which has no derivatives.
 template <class Body>
 inline auto for_dtype(DType dtype, Body body) {
-#if defined(FLASHATTN_ISA_AVX512_BF16)
-  (void)dtype;  // bf16: cpu_kernels() chooses the table of avx512 for the other dtypes
+#if defined(FLASHATTN_ISA_BF16)
+  (void)dtype;  // bf16: cpu_kernels() chooses another table for the other dtypes
   return body(BFloat16{}, BFloat16Op{}, Exp2Half{});
 #else
   switch (dtype) {

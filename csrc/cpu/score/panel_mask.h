@@ -54,18 +54,19 @@ class PanelMask {
 
   // Whether every query sees every key.
   bool is_whole() const { return is_whole_; }
-  // Keys that rows [begin, end) see, widened to whole pairs of bfloat16, or to register tiles if intervals mask some.
+  // Keys that rows [begin, end) see, widened to whole steps of the product (bfloat16), or to register tiles if
+  // intervals mask some.
   IndexRange keys_of(int64_t begin, int64_t end) const {
     end = lesser(end, rows_);
     return has_groups_ ? groups_of(begin, end)
-                       : clip(mask_.keys_of(row0_ + begin, row0_ + end), key0_, keys_, Op::kPack);
+                       : clip(mask_.keys_of(row0_ + begin, row0_ + end), key0_, keys_, Op::kStep);
   }
   // Rows that see keys [begin, end), the keys of one register tile.
   IndexRange rows_of(int64_t begin, int64_t end) const {
-    if (!has_groups_) return clip(mask_.rows_of(key0_ + begin, key0_ + lesser(end, keys_)), row0_, rows_, Op::kPack);
+    if (!has_groups_) return clip(mask_.rows_of(key0_ + begin, key0_ + lesser(end, keys_)), row0_, rows_, Op::kStep);
     const IntervalExtremes& group = limits_.groups[begin / kTileRows];
     if (group.any_first >= group.any_last) return {0, 0};
-    return clip({group.any_first, group.any_last}, 0, rows_, Op::kPack);
+    return clip({group.any_first, group.any_last}, 0, rows_, Op::kStep);
   }
   // Keys for which the scores of the panel at `lane` are computed: all that the later products read, in groups of
   // kTileRows queries or keys.

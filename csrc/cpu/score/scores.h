@@ -427,10 +427,10 @@ inline void differentiate_vectors(const ScoreTile<Op>& tile, const GradientTile<
     if (both) one_key(j + 1, kept_weight[1], dscore[1]);
     for (int n = 0; n < kVectors; ++n) dscore[1][n] = both ? dscore[1][n] : S::zero();
     for (int k = 0; k < (both ? 2 : 1); ++k) {
-      PanelForms<Op>::queries(tile.scores + (j + k) * queries, lane, kept_weight[k], kVectors);
-      PanelForms<Op>::queries(gradients.scores + (j + k) * queries, lane, dscore[k], kVectors);
+      PanelForms<Op>::queries(tile.scores + (j + k) * queries, queries, j + k, lane, kept_weight[k], kVectors);
+      PanelForms<Op>::queries(gradients.scores + (j + k) * queries, queries, j + k, lane, dscore[k], kVectors);
     }
-    PanelForms<Op>::pairs(gradients.pairs + j / 2 * queries, lane, dscore[0], dscore[1], kVectors);
+    PanelForms<Op>::pairs(gradients.pairs + j / 2 * queries, queries, j, lane, dscore[0], dscore[1], kVectors);
   }
   for (int n = 0; has_bias_gradient && n < kVectors; ++n) {
     gradients.biases.set_row_sums(lane + n * S::kWidth, row_sums[n]);

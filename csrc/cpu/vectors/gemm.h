@@ -5,7 +5,7 @@
 // of bfloat16 at adjacent k (Bf16DotOp).
 #pragma once
 
-#include "cpu/vectors/simd.h"
+#include "cpu/vectors/dot_bf16.h"
 
 namespace flashattn_ext {
 namespace FLASHATTN_ISA {
@@ -16,6 +16,7 @@ struct FmaOp {
   using Real = T;
   using Unit = T;
   static constexpr int kPack = 1;  // matrix elements along k in one unit
+  static constexpr int kStep = 1;  // and in one instruction
   using S = Simd<T>;
   using V = typename S::V;
   static V load_units(const Unit* p) { return S::load(p); }
@@ -23,28 +24,8 @@ struct FmaOp {
   static V multiply_add(V acc, V a, V b) { return S::fma(a, b, acc); }
 };
 
-#if defined(FLASHATTN_ISA_AVX512_BF16)
-// Two bfloat16 products per lane, fp32 accumulation (VDPBF16PS).
-struct Bf16DotOp {
-  using Real = float;
-  using Unit = uint32_t;
-  static constexpr int kPack = 2;
-  using S = Simd<float>;
-  using V = __m512;
-  static __m512i load_units(const Unit* p) { return _mm512_loadu_si512(p); }
-  static __m512i broadcast(const Unit* p) {  // p may point into a tensor of bfloat16, which is aligned to 2 bytes
-    int32_t unit;
-    std::memcpy(&unit, p, sizeof unit);
-    return _mm512_set1_epi32(unit);
-  }
-  static V multiply_add(V acc, __m512i a, __m512i b) {
-    return _mm512_dpbf16_ps(acc, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
-  }
-};
-#endif
-
 // Rows and vectors of the register tile: as many accumulators as fit beside one row of B and a broadcast.
-#if defined(FLASHATTN_ISA_AVX512)
+#if defined(FLASHATTN_ISA_AVX512) || defined(__aarch64__)
 constexpr int kTileRows = 8;
 #elif defined(FLASHATTN_ISA_AVX2)
 constexpr int kTileRows = 6;
@@ -81,9 +62,69 @@ struct Gemm {
   const typename Op::Real* row_scale = nullptr;  // [rows], for Init::kScale
 };
 
+#if defined(FLASHATTN_ISA_NEON) && defined(FLASHATTN_ISA_BF16)
+// gemm_tile() with BFMMLA: 2 x 2 sums in a vector, two units along k in a step. A unit after an odd k_end is
+// multiplied, too: it is 0 in one of the operands, and finite in the other.
+template <class Op, Order kOrder, Init kInit, int kRows, int kVectors>
+inline void matrix_tile(const Gemm<Op>& g, int64_t row, int64_t lane, int64_t k_begin, int64_t k_end) {
+  using S = typename Op::S;
+  using V = typename Op::V;
+  constexpr int W = S::kWidth, kRowPairs = (kRows + 1) / 2, kLanePairs = 2 * kVectors;
+  V acc[kRowPairs][kLanePairs];
+  typename Op::Real* const c = g.c + row * g.c_stride + lane;
+  // Two lanes of a row, and of the next; and back.
+  const auto first = [](V a, V b) { return (V)(Op::low_halves((typename Op::Units)(a), (typename Op::Units)(b))); };
+  const auto second = [](V a, V b) { return (V)(Op::high_halves((typename Op::Units)(a), (typename Op::Units)(b))); };
+  const auto initial = [&](int r, int n) {
+    if (kInit == Init::kZero || kInit == Init::kAdd || r >= kRows) return S::zero();
+    const V x = S::load(c + r * g.c_stride + n * W);
+    return kInit == Init::kScale ? V(x * S::set1(g.row_scale[row + r])) : x;
+  };
+  FLASHATTN_UNROLL(4)
+  for (int r = 0; r < kRowPairs; ++r) {
+    FLASHATTN_UNROLL(2)
+    for (int n = 0; n < kVectors; ++n) {
+      const V upper = initial(2 * r, n), lower = initial(2 * r + 1, n);
+      acc[r][2 * n] = first(upper, lower);
+      acc[r][2 * n + 1] = second(upper, lower);
+    }
+  }
+  const typename Op::Unit* b = g.b.at(lane, k_begin);
+  const typename Op::Unit* a = g.a + row * g.a_stride + 2 * k_begin;
+  if constexpr (kOrder == Order::kKMajor) a = g.a + (k_begin + row % 4 / 2) * g.a_stride + row / 4 * 4;
+  for (int64_t k = k_begin; k < k_end; k += 2) {
+    typename Op::Units b_vector[kLanePairs];
+    FLASHATTN_UNROLL(4)
+    for (int n = 0; n < kLanePairs; ++n) b_vector[n] = Op::load_units(b + n * W);
+    FLASHATTN_UNROLL(4)
+    for (int r = 0; r < kRowPairs; ++r) {
+      const auto a_vector =
+          Op::load_units(kOrder == Order::kRowMajor ? a + 2 * r * g.a_stride : a + r % 2 * g.a_stride + r / 2 * 4);
+      FLASHATTN_UNROLL(4)
+      for (int n = 0; n < kLanePairs; ++n) acc[r][n] = Op::multiply_add_matrix(acc[r][n], a_vector, b_vector[n]);
+    }
+    b += 2 * g.b.stride;
+    a += kOrder == Order::kRowMajor ? 4 : 2 * g.a_stride;
+  }
+  FLASHATTN_UNROLL(8)
+  for (int r = 0; r < kRows; ++r) {
+    FLASHATTN_UNROLL(2)
+    for (int n = 0; n < kVectors; ++n) {
+      V* const sums = acc[r / 2] + 2 * n;
+      V sum = r % 2 ? second(sums[0], sums[1]) : first(sums[0], sums[1]);
+      if constexpr (kInit == Init::kAdd) sum = S::load(c + r * g.c_stride + n * W) + sum;
+      S::store(c + r * g.c_stride + n * W, sum);
+    }
+  }
+}
+#endif
+
 // One register tile: rows [row, row + kRows), kVectors vectors from `lane`, k in [k_begin, k_end).
 template <class Op, Order kOrder, Init kInit, int kRows, int kVectors>
 inline void gemm_tile(const Gemm<Op>& g, int64_t row, int64_t lane, int64_t k_begin, int64_t k_end) {
+#if defined(FLASHATTN_ISA_NEON) && defined(FLASHATTN_ISA_BF16)
+  if constexpr (kPairsRows<Op>) return matrix_tile<Op, kOrder, kInit, kRows, kVectors>(g, row, lane, k_begin, k_end);
+#endif
   using S = typename Op::S;
   constexpr int W = S::kWidth;
   typename Op::V acc[kRows][kVectors];

@@ -6,6 +6,7 @@
 // transposed_panels: [units][rows] from staged rows, the B operand of Q K^T and dO V^T.
 // row_panels: the B operand of products along rows: the staged rows, in place unless they are far apart; for bfloat16,
 //   interleaved pairs of rows.
+// product_rows: staged rows as the A operand of a product along their units: in place, except for BFMMLA.
 // PanelForms: the layouts of a panel's weights or dS as A operands.
 #pragma once
 
@@ -19,7 +20,7 @@ template <class Op>
 struct StagedElement {
   using Type = typename Op::Real;
 };
-#if defined(FLASHATTN_ISA_AVX512_BF16)
+#if defined(FLASHATTN_ISA_BF16)
 template <>
 struct StagedElement<Bf16DotOp> {
   using Type = BFloat16;
@@ -68,6 +69,45 @@ FLASHATTN_SHARED StagedRows<Op> stage_rows(const In* from, int64_t row_stride, i
     std::memset(static_cast<void*>(to + head_dim), 0, (units * Op::kPack - head_dim) * sizeof(Element));
   }
   return {scratch, units};
+}
+
+// Staged rows as the A operand of a product along their units (Order::kRowMajor in gemm.h). Where the product reads
+// pairs of rows, two units of a row and the same two units of the next row are adjacent: unit u of row r, both even, is
+// at r * stride + 2 * u.
+template <class Op>
+constexpr int64_t product_row_units(int64_t rows, int64_t units) {
+  return rows * units * (kPairsRows<Op> ? 2 : 1);
+}
+// scratch: product_row_units(rows, units); pairs of rows are at its beginning, a copy of staged rows is behind them.
+template <class Op>
+inline typename Op::Unit* behind_pairs(typename Op::Unit* scratch, int64_t rows, int64_t units) {
+  return scratch + (kPairsRows<Op> ? round_up(rows, 2) * units : 0);
+}
+template <class Op>
+inline StagedRows<Op> product_rows(StagedRows<Op> staged, int64_t rows, int64_t units, typename Op::Unit* scratch) {
+  if constexpr (kPairsRows<Op>) {
+    for (int64_t r = 0; r < rows; r += 2) {
+      const auto* const upper = staged.data + r * staged.stride;
+      const auto* const lower = r + 1 < rows ? upper + staged.stride : upper;
+      for (int64_t u = 0; u < units; u += 4) {
+        Op::store_units(scratch + r * units + 2 * u,
+                        Op::low_halves(Op::load_units(upper + u), Op::load_units(lower + u)));
+        Op::store_units(scratch + r * units + 2 * u + 4,
+                        Op::high_halves(Op::load_units(upper + u), Op::load_units(lower + u)));
+      }
+    }
+    return {scratch, units};
+  } else {
+    return staged;
+  }
+}
+template <class Op, class In>
+inline StagedRows<Op> stage_product_rows(const In* from, int64_t row_stride, int64_t rows, int64_t head_dim,
+                                         typename Op::Unit* scratch) {
+  const int64_t units = padded_units<Op>(head_dim);
+  const StagedRows<Op> staged =
+      stage_rows<Op>(from, row_stride, rows, head_dim, behind_pairs<Op>(scratch, rows, units));
+  return product_rows<Op>(staged, rows, units, scratch);
 }
 
 // In-register transposition of a kWidth x kWidth block of units in log2(kWidth) exchange rounds.
@@ -144,24 +184,28 @@ struct Transpose {
 };
 
 // The B operand [units][lanes] of `count` rows, with zeros in the other lanes. to: units * lanes, rounded up to whole
-// panels.
+// panels. The units of a step of the product stay together.
 template <class Op>
 FLASHATTN_SHARED Panels<Op> transposed_panels(typename Op::Unit* to, StagedRows<Op> rows, int64_t count, int64_t lanes,
                                               int64_t units) {
-  using T = Transpose<typename Op::Unit>;
+  constexpr int kUnits = kUnitsOfStep<Op>;
+  using Step = std::conditional_t<kUnits == 2, uint64_t, typename Op::Unit>;
+  using T = Transpose<Step>;
   using V = typename T::V;
   constexpr int64_t P = kPanel<Op>;
   constexpr int W = T::W;
   const int64_t size = P * units;
   for (int64_t r = 0; r < lanes; r += W) {
-    typename Op::Unit* const panel = to + r / P * size + r % P;
-    for (int64_t u = 0; u < units; u += W) {
+    typename Op::Unit* const panel = to + r / P * size + r % P * kUnits;
+    for (int64_t u = 0; u < units; u += W * kUnits) {
       V block[W];
       FLASHATTN_UNROLL(16)
-      for (int i = 0; i < W; ++i) block[i] = r + i < count ? T::load(rows.data + (r + i) * rows.stride + u) : V{};
+      for (int i = 0; i < W; ++i) {
+        block[i] = r + i < count ? T::load(reinterpret_cast<const Step*>(rows.data + (r + i) * rows.stride + u)) : V{};
+      }
       T::template exchange<W / 2>(block);
       FLASHATTN_UNROLL(16)
-      for (int i = 0; i < W; ++i) T::store(panel + (u + i) * P, block[i]);
+      for (int i = 0; i < W; ++i) T::store(reinterpret_cast<Step*>(panel + (u + i * kUnits) * P), block[i]);
     }
   }
   return {to, P, size};
@@ -175,7 +219,7 @@ constexpr int64_t kDistantRowBytes = kVectorBytes < 64 ? 0 : 4096;
 // Units of scratch memory for the panels of `count` rows.
 template <class Op>
 inline int64_t row_panel_units(int64_t count, int64_t units) {
-  return ceil_div(count, Op::kPack) * round_up(units * Op::kPack, kPanel<Op>);
+  return round_up(count, Op::kStep) / Op::kPack * round_up(units * Op::kPack, kPanel<Op>);
 }
 // The staged rows as the B operand of a product along rows. scratch: row_panel_units(count, units).
 template <class Op>
@@ -197,28 +241,22 @@ FLASHATTN_SHARED Panels<Op> row_panels(StagedRows<Op> rows, int64_t count, int64
   }
   return {scratch, P, size};
 }
-#if defined(FLASHATTN_ISA_AVX512_BF16)
-// An odd last row is paired with zeros.
+#if defined(FLASHATTN_ISA_BF16)
+// Rows after the last one are zeros.
 template <>
 inline Panels<Bf16DotOp> row_panels<Bf16DotOp>(StagedRows<Bf16DotOp> rows, int64_t count, int64_t units,
                                                uint32_t* scratch) {
-  constexpr int64_t P = kPanel<Bf16DotOp>;
-  static_assert(P == 32, "16 units of two rows are a row of a panel");
-  const int64_t size = P * ceil_div(count, 2);
-  alignas(64) static constexpr uint16_t kFirst[32] = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
-                                                      8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
-  alignas(64) static constexpr uint16_t kSecond[32] = {16, 48, 17, 49, 18, 50, 19, 51, 20, 52, 21, 53, 22, 54, 23, 55,
-                                                       24, 56, 25, 57, 26, 58, 27, 59, 28, 60, 29, 61, 30, 62, 31, 63};
-  const __m512i first = _mm512_load_si512(kFirst), second = _mm512_load_si512(kSecond);
-  for (int64_t r = 0; r < count; r += 2) {
-    const uint32_t* even = rows.data + r * rows.stride;
+  using Op = Bf16DotOp;
+  constexpr int64_t P = kPanel<Op>, W = Op::S::kWidth;
+  static_assert(P == 2 * W, "a vector of units of two rows is a row of a panel");
+  const int64_t size = P * (round_up(count, Op::kStep) / Op::kPack);
+  for (int64_t r = 0; r < count; r += Op::kStep) {
+    const uint32_t* const from = rows.data + r * rows.stride;
     uint32_t* to = scratch + r / 2 * P;
-    for (int64_t u = 0; u < units; u += 16, to += size) {
-      const __m512i a = _mm512_loadu_si512(even + u);
-      const __m512i b = r + 1 < count ? _mm512_loadu_si512(even + rows.stride + u) : _mm512_setzero_si512();
-      _mm512_storeu_si512(to, _mm512_permutex2var_epi16(a, first, b));
-      _mm512_storeu_si512(to + 16, _mm512_permutex2var_epi16(a, second, b));
-    }
+    const auto row = [&](int64_t n, int64_t u) {
+      return r + n < count ? Op::load_units(from + n * rows.stride + u) : typename Op::Units{};
+    };
+    for (int64_t u = 0; u < units; u += W, to += size) Op::store_rows(to, [&](int64_t n) { return row(n, u); });
   }
   return {scratch, P, size};
 }
@@ -231,17 +269,20 @@ struct PanelForms {
   using V = typename Op::V;
   static constexpr int W = Op::S::kWidth;
 
-  // For products along queries: one key with the row `to`, and the queries of one or two vectors from `lane` on.
-  static void queries(Real* to, int64_t lane, const V* x, int vectors) {
+  // For products along queries: the key with the row `to`, and the queries of one or two vectors from `lane` on. Rows
+  // are `stride` apart.
+  static void queries(Real* to, int64_t, int64_t, int64_t lane, const V* x, int vectors) {
     for (int n = 0; n < vectors; ++n) Op::S::store(to + lane + n * W, x[n]);
   }
-  // For products along keys: the keys `key` and, if `odd` is given, key + 1, with rows `stride` apart.
+  // For products along keys: the keys `key`, which is even, and, if `odd` is given, key + 1. The keys of a panel come
+  // in ascending order, from a multiple of kTileRows on.
   static void keys(Real* to, int64_t stride, int64_t key, int64_t lane, V even, const V* odd) {
     Op::S::store(to + key * stride + lane, even);
     if (odd) Op::S::store(to + (key + 1) * stride + lane, *odd);
   }
-  // The same for `vectors` vectors in a row of pairs of keys. Without pairs, queries() already writes this layout.
-  static void pairs(typename Op::Unit*, int64_t, const V*, const V*, int) {}
+  // The same for `vectors` vectors and both keys; `to` is the row of pairs. Without pairs, queries() already writes
+  // this layout.
+  static void pairs(typename Op::Unit*, int64_t, int64_t, int64_t, const V*, const V*, int) {}
   // One element in the layout of queries() or keys().
   static Real of_query(const Real* panel, int64_t stride, int64_t key, int64_t lane) {
     return panel[key * stride + lane];
@@ -250,41 +291,80 @@ struct PanelForms {
     return panel[key * stride + lane];
   }
 };
-#if defined(FLASHATTN_ISA_AVX512_BF16)
+#if defined(FLASHATTN_ISA_BF16)
+// For products that read one row of weights after another: `count` weights of adjacent keys as pairs of bfloat16, in
+// whole vectors. `weights` is readable up to a multiple of the floats of a vector.
+inline void row_of_pairs(uint32_t* to, const float* weights, int64_t count) {
+  using Op = Bf16DotOp;
+  constexpr int64_t W = Op::S::kWidth;
+  for (int64_t j = 0; j < count; j += 2 * W) {
+    const auto first = Op::S::load(weights + j);
+    const auto second = j + W < count ? Op::S::load(weights + j + W) : Op::S::zero();
+    Op::store_units(to + j / 2, Op::narrow(first, second));
+  }
+}
+#endif
+#if defined(FLASHATTN_ISA_BF16) && defined(FLASHATTN_ISA_AVX512)
 template <>
 struct PanelForms<Bf16DotOp> {
-  static void queries(float* to, int64_t lane, const __m512* x, int vectors) {
+  static void queries(float* to, int64_t, int64_t, int64_t lane, const __m512* x, int vectors) {
     uint16_t* half_row = reinterpret_cast<uint16_t*>(to);
     const __m512 second = vectors > 1 ? x[1] : _mm512_setzero_ps();
-    _mm512_storeu_si512(half_row + lane, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(second, x[0])));
+    _mm512_storeu_si512(half_row + lane, Bf16DotOp::narrow(x[0], second));
   }
   static void keys(float* to, int64_t stride, int64_t key, int64_t lane, __m512 even, const __m512* odd) {
     const __m512 second = odd ? *odd : _mm512_setzero_ps();
-    pairs(reinterpret_cast<uint32_t*>(to) + key / 2 * stride, lane, &even, &second, 1);
+    pairs(reinterpret_cast<uint32_t*>(to) + key / 2 * stride, stride, key, lane, &even, &second, 1);
   }
-  static void pairs(uint32_t* to, int64_t lane, const __m512* even, const __m512* odd, int vectors) {
-    alignas(64) static constexpr uint16_t kInterleave[32] = {0,  16, 1,  17, 2,  18, 3,  19, 4,  20, 5,
-                                                             21, 6,  22, 7,  23, 8,  24, 9,  25, 10, 26,
-                                                             11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-    for (int n = 0; n < vectors; ++n) {
-      const __m512i halves = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(odd[n], even[n]));
-      _mm512_storeu_si512(to + lane + n * 16, _mm512_permutexvar_epi16(_mm512_load_si512(kInterleave), halves));
-    }
+  static void pairs(uint32_t* to, int64_t, int64_t, int64_t lane, const __m512* even, const __m512* odd, int vectors) {
+    for (int n = 0; n < vectors; ++n) Bf16DotOp::store_units(to + lane + n * 16, Bf16DotOp::pairs(even[n], odd[n]));
   }
   static float of_query(const float* panel, int64_t stride, int64_t key, int64_t lane) {
     return widen(reinterpret_cast<const BFloat16*>(panel + key * stride)[lane]);
   }
-  // For products that read one row of weights after another: `count` weights of adjacent keys as pairs of bfloat16, in
-  // whole vectors of 32. `weights` is readable up to a multiple of 16.
-  static void of_row(uint32_t* to, const float* weights, int64_t count) {
-    for (int64_t j = 0; j < count; j += 32) {
-      const __m512 first = _mm512_loadu_ps(weights + j);
-      const __m512 second = j + 16 < count ? _mm512_loadu_ps(weights + j + 16) : _mm512_setzero_ps();
-      _mm512_storeu_si512(to + j / 2, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(second, first)));
-    }
-  }
   static float of_key(const uint32_t* panel, int64_t stride, int64_t key, int64_t lane) {
     return widen(reinterpret_cast<const BFloat16*>(panel + key / 2 * stride + lane)[key % 2]);
+  }
+};
+#elif defined(FLASHATTN_ISA_BF16)
+// Both layouts keep a vector of queries in the place that its scores had: the next vectors are still scores.
+template <>
+struct PanelForms<Bf16DotOp> {
+  using Op = Bf16DotOp;
+  using V = typename Op::V;
+
+  // As in product_rows(): four queries of an even key, then the same of the next key.
+  static void queries(float* to, int64_t stride, int64_t key, int64_t lane, const V* x, int vectors) {
+    float* const row = to - key % 2 * stride + lane + key % 2 * 2;
+    const auto both = Op::narrow(x[0], x[vectors - 1]);
+    std::memcpy(row, &both, 8);
+    if (vectors > 1) std::memcpy(row + 4, reinterpret_cast<const char*>(&both) + 8, 8);
+  }
+  static void keys(float* to, int64_t stride, int64_t key, int64_t lane, V even, const V* odd) {
+    const V second = odd ? *odd : Op::S::zero();
+    pairs(reinterpret_cast<uint32_t*>(to) + key / 2 * stride, stride, key, lane, &even, &second, 1);
+  }
+  // Four keys of a query are adjacent. Of each vector, a row has the queries 0 and 1, and the next row has 2 and 3.
+  static void pairs(uint32_t* to, int64_t stride, int64_t key, int64_t lane, const V* even, const V* odd, int vectors) {
+    for (int n = 0; n < vectors; ++n) {
+      uint32_t *const first = to - key % 4 / 2 * stride + lane + n * 4, *const second = first + stride;
+      const auto units = Op::pairs(even[n], odd[n]), none = typename Op::Units{};
+      if (key % 4 == 0) {  // the other two keys may be missing
+        Op::store_units(first, Op::first_units(units, none));
+        Op::store_units(second, Op::second_units(units, none));
+      } else {
+        Op::store_units(first, Op::load_units(first) | Op::first_units(none, units));
+        Op::store_units(second, Op::load_units(second) | Op::second_units(none, units));
+      }
+    }
+  }
+  static float of_query(const float* panel, int64_t stride, int64_t key, int64_t lane) {
+    const float* const of_lanes = panel + key / 2 * 2 * stride + lane / 4 * 4 + key % 2 * 2;
+    return widen(reinterpret_cast<const BFloat16*>(of_lanes)[lane % 4]);
+  }
+  static float of_key(const uint32_t* panel, int64_t stride, int64_t key, int64_t lane) {
+    const uint32_t* const of_keys = panel + (key / 4 * 2 + lane % 4 / 2) * stride + lane / 4 * 4 + lane % 2 * 2;
+    return widen(reinterpret_cast<const BFloat16*>(of_keys)[key % 4]);
   }
 };
 #endif

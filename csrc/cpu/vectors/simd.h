@@ -61,7 +61,7 @@ struct GenericSimd {
   typedef T UnalignedV __attribute__((vector_size(kVectorBytes), may_alias, aligned(alignof(T))));
   static V load(const T* p) { return *reinterpret_cast<const UnalignedV*>(p); }
   static void store(T* p, V x) { *reinterpret_cast<UnalignedV*>(p) = x; }
-  static V set1(T x) { return V{} + x; }
+  static V set1(T x) { return x - V{}; }  // V{} + x would add: it makes +0 of -0
   static V zero() { return V{}; }
   static V fma(V a, V b, V c) { return a * b + c; }
   // Return b if either operand is NaN, like the x86 instructions.
@@ -183,6 +183,18 @@ struct Simd<float> {
 template <>
 struct Simd<float> : GenericSimd<float> {
   typedef int32_t I __attribute__((vector_size(kVectorBytes)));
+#if defined(FLASHATTN_ISA_NEON)
+  static V max(V a, V b) { return vbslq_f32(vcgtq_f32(a, b), a, b); }
+  static V min(V a, V b) { return vbslq_f32(vcltq_f32(a, b), a, b); }
+  static V where_in_range(V index, V begin, V end, V x, V otherwise) {
+    return vbslq_f32(vandq_u32(vcgeq_f32(index, begin), vcltq_f32(index, end)), x, otherwise);
+  }
+  static V where_less(V a, V b, V x, V otherwise) { return vbslq_f32(vcltq_f32(a, b), x, otherwise); }
+  static V keep(V x, uint32_t bits) {
+    alignas(16) static constexpr uint32_t kLanes[4] = {1, 2, 4, 8};
+    return vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_f32(x), vtstq_u32(vdupq_n_u32(bits), vld1q_u32(kLanes))));
+  }
+#endif
   static V reciprocal(V x) { return set1(1.0f) / x; }
   template <class Accuracy>
   static V exp2(V x) {
