@@ -8,19 +8,22 @@
 
 #if defined(__linux__)
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <cstdint>
 #endif
 
 namespace flashattn_ext {
 
-// Advises the operating system to back a large, still unwritten CPU tensor with huge pages. It may decline.
+// Advises the operating system to back a large, still unwritten CPU tensor with huge pages. It may decline. Kernels of
+// Arm servers may have base pages of 64 KB: madvise refuses an address inside of one.
 inline void ask_for_huge_pages(const at::Tensor& t) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
-  constexpr uintptr_t kPage = 4096, kHugePage = uintptr_t{1} << 21;
+  constexpr uintptr_t kHugePage = uintptr_t{1} << 21;
   if (!t.is_cpu() || t.nbytes() < 2 * kHugePage) return;
+  static const auto page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
   const auto address = reinterpret_cast<uintptr_t>(t.data_ptr());
-  const uintptr_t begin = (address + kPage - 1) / kPage * kPage, end = (address + t.nbytes()) / kPage * kPage;
+  const uintptr_t begin = (address + page - 1) / page * page, end = (address + t.nbytes()) / page * page;
   (void)madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
 #else
   (void)t;

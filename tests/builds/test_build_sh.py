@@ -245,7 +245,9 @@ def make_building_cann(folder: Path, version: str, project: Path, log: Path, hos
     if host:
         for path in ("ccec_compiler/bin", "include", "lib64"):
             (folder / host / path).mkdir(parents=True)
-        (folder / host / "ascend_toolkit_install.info").write_text(f"package_name=Ascend-cann-toolkit\nversion={version}\n")
+        (folder / host / "ascend_toolkit_install.info").write_text(
+            f"package_name=Ascend-cann-toolkit\nversion={version}\n"
+        )
         (folder / host / "latest").symlink_to("..")
         for name in ("include", "lib64"):
             (folder / name).symlink_to(f"{host}/{name}")

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+from pathlib import Path
+
 import pytest
 import torch
 from helpers import allocated_bytes, run_python
@@ -90,3 +94,40 @@ def test_repeated_calls_leak_nothing() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 10
+
+
+# A system with base pages of 64 KB, as the library sees it.
+LARGE_PAGES = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <stdio.h>
+#include <unistd.h>
+long sysconf(int name) {
+  return name == _SC_PAGESIZE ? 65536 : ((long (*)(int))dlsym(RTLD_NEXT, "sysconf"))(name);
+}
+int madvise(void* address, size_t length, int advice) {
+  fprintf(stderr, "madvise %zu %zu %d\\n", (size_t)address, length, advice);
+  return 0;
+}
+"""
+
+
+def test_huge_pages_are_asked_for_in_whole_base_pages(tmp_path: Path) -> None:
+    (tmp_path / "pages.c").write_text(LARGE_PAGES)
+    library = tmp_path / "pages.so"
+    compiler = [*os.environ.get("CXX", "c++").split(), "-w", "-x", "c", "-shared", "-fPIC"]
+    subprocess.run([*compiler, tmp_path / "pages.c", "-o", library, "-ldl"], check=True)
+    done = run_python(
+        """
+        import torch, flashattn_ext
+        q = torch.randn(1, 1024, 2, 8)
+        bias = torch.zeros(1, 2, 1024, 1024, requires_grad=True)
+        flashattn_ext.forward(q, q, q, bias=bias).sum().backward()
+        """,
+        LD_PRELOAD=str(library),
+    )
+    lines = [line.split()[1:] for line in done.stderr.splitlines() if line.startswith("madvise")]
+    huge = [(int(address), int(length)) for address, length, advice in lines if advice == "14"]
+    assert done.returncode == 0 and huge, done.stderr
+    assert all(address % 65536 == 0 and length % 65536 == 0 for address, length in huge)
+    assert any(length > 7 * MIB for _, length in huge)
