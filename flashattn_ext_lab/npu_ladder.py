@@ -75,10 +75,13 @@ def _random(*shape: int, dtype: torch.dtype = torch.float16, seed: int = 0) -> T
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def _qkv(batch: int, rows: int, heads: tuple[int, int], dtype: torch.dtype = torch.float16) -> dict[str, Tensor]:
-    """Inputs with these numbers of query and KV heads, of 64 dims."""
-    counts = {"q": heads[0], "k": heads[1], "v": heads[1]}
-    return {name: _random(batch, rows, count, 64, dtype=dtype, seed=ord(name)) for name, count in counts.items()}
+def _qkv(
+    batch: int, rows: int, heads: tuple[int, int], dtype: torch.dtype = torch.float16, keys: int | None = None
+) -> dict[str, Tensor]:
+    """Inputs with these numbers of query and KV heads, of 64 dims; as many keys as rows by default."""
+    keys = rows if keys is None else keys
+    sizes = {"q": (rows, heads[0]), "k": (keys, heads[1]), "v": (keys, heads[1])}
+    return {name: _random(batch, *size, 64, dtype=dtype, seed=ord(name)) for name, size in sizes.items()}
 
 
 def _run_on_both(run: Callable[[str], Results]) -> tuple[Results, Results]:
@@ -150,7 +153,7 @@ def _whole(backward: bool) -> str:
 
 def _every_kernel() -> str:
     """The other kernels: there is one for each type of inputs and each set of options that a row of
-    ascend_c/kernel_list.h names (none, dropout, a Mask, biases, all of them).
+    ascend_c/kernel_list.h names (none, dropout, a Mask, biases, all of them), and in 16 bits one for rows of many keys.
     """
     slopes, mask = torch.tensor([0.5, 0.25]), flashattn_ext.Mask.chunked(50, 70, 70)
     options: dict[str, dict[str, Any]] = {
@@ -164,7 +167,12 @@ def _every_kernel() -> str:
         for name, given in options.items():
             inputs = _qkv(1, 70, (2, 2), dtype)
             _attention(f"a call with {name}, {dtype}", limit, inputs, backward=True, causal=True, **given)
-    return f"out, lse and gradients of {len(LIMITS) * len(options)} calls: {len(options)} sets of options in fp16, bf16 and fp32"
+        if dtype != torch.float32:
+            _attention(f"a call with many keys, {dtype}", limit, _qkv(1, 70, (2, 2), dtype, keys=1100))
+    return (
+        f"out, lse and gradients of {len(LIMITS) * len(options)} calls: {len(options)} sets of options in fp16, bf16 and fp32; out and "
+        "lse of calls with many keys"
+    )
 
 
 def _beside_torch() -> str:
