@@ -48,7 +48,8 @@ def test_tables_have_no_holes(results: dict[str, Result], name: str) -> None:
         numbers = [cell for cell in result.column(column.name) if isinstance(cell, (int, float))]
         assert all(map(math.isfinite, numbers))
         if column.unit in ("ms", "us", "MiB", "x", "TFLOP/s", "GB/s"):
-            assert all(number > 0 for number in numbers)
+            # The memory of a process grows in steps, and may not grow at all in a call of a tiny size.
+            assert all(number > 0 or (number == 0 and column.unit == "MiB") for number in numbers)
             assert numbers
         assert not (column.form and not column.unit) or column.name.startswith("error")
     assert "scaled down for this run" in result.notes[0] and "GPU" in result.notes[1]
