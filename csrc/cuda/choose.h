@@ -2,7 +2,8 @@
 // one Choice, which the sizes of workspaces, the runs, supports() and `slow` read. How a kernel then divides its work
 // is in its own folder.
 //
-// Host code that needs neither CUDA's headers nor a GPU: tests/builds/test_choose.py asks for GPUs of any size.
+// This is host code, and needs neither CUDA's headers nor a GPU: tests/builds/test_choose.py runs it for several sizes
+// of GPUs.
 #pragma once
 
 #include <algorithm>
@@ -154,8 +155,8 @@ class Chooser {
     const bool is_narrow = p.dtype == DType::kFloat8;  // a prefill has already widened its keys and values
     if (p.invariant && has_few_queries(p) && has_chunks(cached_call(p), choice.row)) {
       choice.way = Way::kChunks;
-    } else if (is_few_rows(p)) {
-      choice = split_kv(cached_call(p), true);
+    } else if (const Choice few = few_rows(p); few.row) {
+      choice = few;
       choice.inputs = is_narrow ? Inputs::kAsGiven : Inputs::kAligned;
     } else {
       if (is_narrow && choice.row.type != kE4m3) choice.inputs = Inputs::kWidened;
@@ -166,7 +167,8 @@ class Chooser {
 
   Choice decode(const DecodeParams& p) const {
     // A prefill aligns its rows. Its packed sequences, which may have any order, must not be forwards with few rows.
-    if (!is_prefill(p, static_cast<bool>(packed_row(p)))) return split_kv(p, has_aligned_rows(p));
+    const TableRow packed = packed_row(p);
+    if (!is_prefill(p, static_cast<bool>(packed))) return split_kv(p, has_aligned_rows(p) ? packed : TableRow{});
     const TableRow row = forward_row(forward_call(p));
     const bool in_chunks = p.invariant && has_chunks(p, row);
     return {row, in_chunks ? Way::kChunks : Way::kPrefill};
@@ -249,29 +251,30 @@ class Chooser {
            (p.seqlen_q == 1 || rows * decode::columns_of(p) * 4 <= kMostBytes);
   }
 
-  // Whether a forward is split. The kernels of sm80/ and sm90/ keep the calls with a Mask (they skip its hidden tiles),
-  // dropout, a dense or a relative bias, or `centres` (an output for the gradients of biases), and invariant calls.
-  bool is_few_rows(const AttnParams& p) const {
+  // The choice of a forward that is split; a forward that is not has no row here. The kernels of sm80/ and sm90/ keep
+  // the calls with a Mask (they skip its hidden tiles), dropout, a dense or a relative bias, or `centres` (an output
+  // for the gradients of biases), and invariant calls. The rows of the others are aligned, or copies of them will be.
+  Choice few_rows(const AttnParams& p) const {
     constexpr int64_t kWideColumns = 256, kMostNarrowRows = 64;  // above kWideColumns a tile has 16 rows
     // These come first, because every forward asks. Without query heads there may be no KV heads to divide by.
     static_assert(kMostPackedQueries >= kMostFewQueries && kMostPackedQueries >= kFewQueries);
-    if (p.seqlen_q > kMostPackedQueries || p.seqlen_k < kLeastSplitKeys || p.heads_q == 0) return false;
+    if (p.seqlen_q > kMostPackedQueries || p.seqlen_k < kLeastSplitKeys || p.heads_q == 0) return {};
     if (p.invariant || p.has_intervals() || p.has_dropout() || p.relative_bias || p.bias.data || p.centres.data)
-      return false;
+      return {};
     const DecodeParams call = cached_call(p);
-    if (p.seqlen_q > most_few_queries(p, static_cast<bool>(packed_row(call)))) return false;
-    if (std::max(p.head_dim, p.head_dim_v) > kWideColumns && p.seqlen_q * p.group_size() > kMostNarrowRows)
-      return false;
+    const TableRow packed = packed_row(call);
+    if (p.seqlen_q > most_few_queries(p, static_cast<bool>(packed))) return {};
+    if (std::max(p.head_dim, p.head_dim_v) > kWideColumns && p.seqlen_q * p.group_size() > kMostNarrowRows) return {};
     // The kernel numbers the units (decode/split/plan.h) in 32 bits.
     const int64_t tiles = p.seqlen_q * p.group_size() / 16 + 1,
                   units = batch_entries(p) * key_rows(p) / decode::kUnitKeys + p.batch;
-    if (p.heads_k * units > std::numeric_limits<int32_t>::max() / (2 * tiles)) return false;
-    return p.dtype != DType::kFloat64 && has_shared_memory(call);
+    if (p.heads_k * units > std::numeric_limits<int32_t>::max() / (2 * tiles)) return {};
+    if (p.dtype == DType::kFloat64 || !has_shared_memory(call)) return {};
+    return split_kv(call, packed);
   }
 
-  // aligned: whether the rows of a call are, or copies of them will be.
-  Choice split_kv(const DecodeParams& p, bool aligned) const {
-    const TableRow packed = aligned ? packed_row(p) : TableRow{};
+  // packed: the kernel of packed rows, if the call has one and its rows are aligned.
+  Choice split_kv(const DecodeParams& p, const TableRow& packed) const {
     if (packed) return {packed, Way::kPacked, Inputs::kAsGiven};
     return {split_row(p), Way::kSplit, Inputs::kAsGiven};
   }
