@@ -15,16 +15,18 @@ struct Bf16DotOp {
   static constexpr int kPack = 2;
   using S = Simd<float>;
   using V = typename S::V;
+  // p may point into a tensor of bfloat16, which is aligned to 2 bytes.
+  static Unit unit_at(const Unit* p) {
+    Unit unit;
+    std::memcpy(&unit, p, sizeof unit);
+    return unit;
+  }
 #if defined(FLASHATTN_ISA_AVX512)
   static constexpr int kStep = 2;
   using Units = __m512i;
   static Units load_units(const Unit* p) { return _mm512_loadu_si512(p); }
   static void store_units(Unit* p, Units x) { _mm512_storeu_si512(p, x); }
-  static Units broadcast(const Unit* p) {  // p may point into a tensor of bfloat16, which is aligned to 2 bytes
-    int32_t unit;
-    std::memcpy(&unit, p, sizeof unit);
-    return _mm512_set1_epi32(unit);
-  }
+  static Units broadcast(const Unit* p) { return _mm512_set1_epi32(static_cast<int32_t>(unit_at(p))); }
   static V multiply_add(V acc, Units a, Units b) {
     return _mm512_dpbf16_ps(acc, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
   }
@@ -64,11 +66,7 @@ struct Bf16DotOp {
     return vreinterpretq_u32_u16(vld1q_u16(reinterpret_cast<const uint16_t*>(p)));
   }
   static void store_units(Unit* p, Units x) { vst1q_u32(p, x); }
-  static Units broadcast(const Unit* p) {  // p may point into a tensor of bfloat16, which is aligned to 2 bytes
-    uint32_t unit;
-    std::memcpy(&unit, p, sizeof unit);
-    return vdupq_n_u32(unit);
-  }
+  static Units broadcast(const Unit* p) { return vdupq_n_u32(unit_at(p)); }
   // BFDOT adds two products to a lane as BFMMLA does, which the architecture defines as two BFDOT: the bits are equal.
   static V multiply_add(V acc, Units a, Units b) {
     return vbfdotq_f32(acc, vreinterpretq_bf16_u32(a), vreinterpretq_bf16_u32(b));
