@@ -51,7 +51,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--exhaustive",
         action="store_true",
-        help="the whole product of all parameters, and ten times as many random calls (for nights; 30 minutes of two cores)",
+        help="the whole product of all parameters, and ten times as many random calls",
     )
 
 

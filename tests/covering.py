@@ -12,7 +12,8 @@ import random
 import zlib
 from collections.abc import Callable, Hashable, Sequence
 
-import numpy as np
+import torch
+from torch import Tensor
 
 
 def of_pairs(cases: Sequence[Sequence[Hashable]], name: str) -> list[int]:
@@ -55,34 +56,39 @@ def of_triples(names: Sequence[str], fit: Callable[[set[str]], bool], share: flo
     Source: the greedy choice among random candidates of AETG (Cohen, Dalal, Fredman and Patton 1997).
     """
     draw = random.Random(0)
-    triples = np.array(list(itertools.combinations(range(len(names)), 3)))
-    ways = np.arange(8)
-    present = (ways[:, None] >> np.arange(3)) & 1  # [way][place in the triple]
-    missing = np.array(
-        [[fit({names[i] for i, on in zip(triple, way, strict=True) if on}) for way in present] for triple in triples]
-    )
-    rows, sets = np.arange(len(triples)), []
+    triples = list(itertools.combinations(range(len(names)), 3))
+    ways = [[way >> place & 1 for place in range(3)] for way in range(8)]
 
-    def ways_of(chosen: np.ndarray) -> np.ndarray:
-        return (chosen[triples] * (1, 2, 4)).sum(1)
+    def present(triple: Sequence[int], way: Sequence[int]) -> set[int]:
+        return {i for i, on in zip(triple, way, strict=True) if on}
+
+    def named(chosen: set[int]) -> set[str]:
+        return {names[i] for i in chosen}
+
+    # [triple, way]: whether no set so far has the names of the triple in this way.
+    missing = torch.tensor([[fit(named(present(triple, way))) for way in ways] for triple in triples])
+    places, rows, sets = torch.tensor(triples), torch.arange(len(triples)), []
+
+    def ways_of(chosen: set[int]) -> Tensor:
+        is_chosen = torch.tensor([i in chosen for i in range(len(names))])
+        return (is_chosen[places] * torch.tensor([1, 2, 4])).sum(1)
 
     while missing.any():
-        best, best_gain = None, 0
+        left = missing.nonzero().tolist()
+        best: set[int] = set()
+        best_gain = 0
         for _ in range(40):
             # Each candidate begins with a combination that is missing, so that every step covers at least one.
-            at = draw.randrange(int(missing.sum()))
-            triple, way = (int(x[at]) for x in np.nonzero(missing))
-            chosen = np.zeros(len(names), dtype=np.int64)
-            chosen[triples[triple]] = present[way]
+            triple, way = left[draw.randrange(len(left))]
+            chosen = present(triples[triple], ways[way])
             others = [i for i in range(len(names)) if i not in triples[triple]]
             draw.shuffle(others)
             for i in others:
-                if draw.random() < share and fit({names[j] for j in np.nonzero(chosen)[0]} | {names[i]}):
-                    chosen[i] = 1
+                if draw.random() < share and fit(named(chosen | {i})):
+                    chosen.add(i)
             gain = int(missing[rows, ways_of(chosen)].sum())
             if gain > best_gain:
                 best, best_gain = chosen, gain
-        assert best is not None
         missing[rows, ways_of(best)] = False
-        sets.append(tuple(names[i] for i in np.nonzero(best)[0]))
+        sets.append(tuple(names[i] for i in sorted(best)))
     return sets

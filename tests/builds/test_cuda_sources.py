@@ -45,7 +45,7 @@ constexpr const char* kNames[] = {
 };
 void run(const TableRow& row) { std::printf("run %s %d\n", kNames[int(row.stage)], row.row); }
 
-// Of a stage that runs only some of the calls that its rows serve.
+// Runs the first row of a stage that serves the call. For stages whose kernels run only some of these calls.
 template <Stage kStage>
 void run_if_served(const KernelCall& call) {
   int i = 0;
