@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 import torch
 from torch import Tensor
 
-from . import _C, _build, arguments, jagged, names, ops, placed
+from . import _C, _build, arguments, dropout_padding, jagged, names, ops
 from .calls import DENSE, autocast, convert, lengths_of, lists, results
 from .options import AttentionOptions, BackwardOptions, BiasOptions, CallOptions, CallTensors, biases, differentiable
 
@@ -26,8 +26,8 @@ def _forward(
     if return_max_logits is not False and return_max_logits is not True:
         return_max_logits = arguments.flag("return_max_logits", return_max_logits)
     tensors = autocast(tensors)
-    if options.origin is not None and placed.is_off(tensors, options):
-        return placed.forward(tensors, options, rng_seed, return_max_logits)
+    if options.origin is not None and dropout_padding.is_needed(tensors, options):
+        return dropout_padding.forward(tensors, options, rng_seed, return_max_logits)
     out, lse, max_logits = ops.forward(*tensors, *options, rng_seed, return_max_logits)
     return out, lse, max_logits
 
@@ -304,8 +304,8 @@ def backward(
         )
     rng_state = None if rng_seed is None else ops.dropout_state(q, numbers.dropout_p, rng_seed)
     needs = [given is not None for given in biases(tensors)]
-    if placed.is_off(tensors, numbers):
-        gradients = placed.backward(tensors, numbers, dout, dlse, out, lse, needs, rng_state)
+    if dropout_padding.is_needed(tensors, numbers):
+        gradients = dropout_padding.backward(tensors, numbers, dout, dlse, out, lse, needs, rng_state)
     else:
         gradients = ops.backward(*tensors, *numbers, dout, dlse, out, lse, None, None, *needs, rng_state)
     computed = [
@@ -353,7 +353,7 @@ def dropout_mask(
     seed = arguments.integer("rng_seed", rng_seed)
     sizes = [arguments.integer(name, size) for name, size in (("B", B), ("H", H), ("Sq", Sq), ("Sk", Sk))]
     p, state = arguments.number("dropout_p", dropout_p), ops.rng_state(torch.empty(0, device=device), seed)
-    return placed.dropout_mask(state, sizes, p, arguments.origin(origin))
+    return dropout_padding.dropout_mask(state, sizes, p, arguments.origin(origin))
 
 
 class _BackendChoice:

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from . import _C, arguments, kept, names, ops
+from . import _C, arguments, names, ops, tensor_cache
 from .calls import DENSE, intervals_of, lengths_of, results
 from .fp8 import FP8
 from .mask import Mask
@@ -18,7 +18,7 @@ class BlockTableError(ValueError, RuntimeError):
     """A sequence has more keys than its row of the block table can hold. A RuntimeError too, because flash-attn raises one."""
 
 
-_largest = kept.KeptForTensors()  # the maximum of each tensor of lengths that came with a block table
+_largest = tensor_cache.TensorCache()  # the maximum of each tensor of lengths that came with a block table
 
 # The tensors of a decoding call that forward() does not have, in the order of the op's schema (csrc/call/decode_call.cpp).
 _CACHE_TENSORS = (
@@ -99,11 +99,11 @@ def _check_room(lengths: Any, new_keys: Tensor | None, k_cache: Tensor, block_ta
     if lengths.dim() != 1 or not lengths.numel() or block_table.dim() != 2 or k_cache.dim() != 4:
         return  # the op's own checks raise where these are wrong
     if lengths.is_cpu:
-        if not kept.has_values(lengths):
+        if not tensor_cache.has_values(lengths):
             return
         largest = max(lengths.tolist())
     else:
-        if kept.state_of((lengths,)) is None or (lengths.is_cuda and torch.cuda.is_current_stream_capturing()):
+        if tensor_cache.state_of((lengths,)) is None or (lengths.is_cuda and torch.cuda.is_current_stream_capturing()):
             return
         largest = _largest.get([lengths], lambda: int(lengths.max()))
     new = 0 if new_keys is None else new_keys.shape[1]

@@ -33,7 +33,7 @@ def dropout_threshold(dropout_p: float) -> int:
     return min(max(math.floor(256 * (1 - dropout_p) + 0.5), 1), 256)
 
 
-class _Place(NamedTuple):
+class _Positions(NamedTuple):
     """The position of a call's scores: the first batch entry and head, and the positions of its rows and keys."""
 
     batch: int
@@ -43,7 +43,7 @@ class _Place(NamedTuple):
     shift: int  # row i is aligned with the key at i + shift
 
     @classmethod
-    def of(cls, origin: Sequence[int] | None, Sq: int, Sk: int, device: torch.device) -> _Place:
+    def of(cls, origin: Sequence[int] | None, Sq: int, Sk: int, device: torch.device) -> _Positions:
         batch, head, row, key = (*origin, 0, 0)[:4] if origin is not None else (0, 0, 0, 0)
         rows, keys = torch.arange(Sq, device=device) + row, torch.arange(Sk, device=device) + key
         aligned_at_the_end = origin is None or len(origin) == 2
@@ -54,14 +54,14 @@ class _Place(NamedTuple):
         return self.keys - (self.rows + self.shift)[:, None]
 
 
-def _keep_mask(place: _Place, b: int, heads: int, threshold: int, seed: int) -> Tensor:
+def _keep_mask(positions: _Positions, b: int, heads: int, threshold: int, seed: int) -> Tensor:
     """The dropout mask of batch entry b: bool [heads, Sq, Sk]."""
-    device = place.rows.device
-    h = torch.arange(heads, device=device)[:, None, None] + place.head
-    i, j = place.rows[None, :, None], place.keys[None, None, :]
+    device = positions.rows.device
+    h = torch.arange(heads, device=device)[:, None, None] + positions.head
+    i, j = positions.rows[None, :, None], positions.keys[None, None, :]
     shape = torch.broadcast_shapes(h.shape, i.shape, j.shape)
     counter = [
-        torch.full(shape, place.batch + b, device=device),
+        torch.full(shape, positions.batch + b, device=device),
         (j // 64).expand(shape),
         (h * 64 + i % 8 * 8 + j % 8).expand(shape),
         (i // 16).expand(shape),
@@ -72,12 +72,12 @@ def _keep_mask(place: _Place, b: int, heads: int, threshold: int, seed: int) -> 
     return byte < threshold
 
 
-def _in_window(place: _Place, causal: bool, window_size: tuple[int, int]) -> Tensor:
+def _in_window(positions: _Positions, causal: bool, window_size: tuple[int, int]) -> Tensor:
     """bool [Sq, Sk], True where causal and window_size let a row see a key."""
     left, right = window_size
     if causal:
         right = 0
-    distance = place.distance()
+    distance = positions.distance()
     visible = torch.ones_like(distance, dtype=torch.bool)
     if left >= 0:
         visible &= distance >= -left
@@ -86,10 +86,10 @@ def _in_window(place: _Place, causal: bool, window_size: tuple[int, int]) -> Ten
     return visible
 
 
-def _in_intervals(place: _Place, intervals: Tensor, heads: int) -> Tensor:
+def _in_intervals(positions: _Positions, intervals: Tensor, heads: int) -> Tensor:
     """bool [heads, Sq, Sk] of the intervals [Hm, Sk, 2] of one batch entry."""
     first, last = intervals[:, None, :, 0], intervals[:, None, :, 1]
-    rows = place.rows[:, None]
+    rows = positions.rows[:, None]
     return ((rows >= first) & (rows < last)).repeat_interleave(heads // intervals.shape[0], 0)
 
 
@@ -103,13 +103,13 @@ class _Scores:
     relative_bias: Tensor | None  # [Hq, 2 L + 1]
     bias: Tensor | None  # [Hq or 1, Sq or 1, Sk]
 
-    def logits(self, products: Tensor, place: _Place) -> Tensor:
+    def logits(self, products: Tensor, positions: _Positions) -> Tensor:
         """Products [Hq, Sq, Sk] in the dtype of the inputs -> logits in the dtype of the statistics."""
         statistics = torch.promote_types(products.dtype, torch.float32)
         scores = (products * self.scale).to(statistics)
         if 0 < self.softcap < arguments.UNCAPPED:
             scores = self.softcap * torch.tanh(scores / self.softcap)
-        distance = place.distance()
+        distance = positions.distance()
         if self.alibi_slopes is not None:
             scores = _sum(scores, -self.alibi_slopes.to(statistics)[:, None, None] * distance.abs())
         if self.relative_bias is not None:
@@ -138,13 +138,13 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
         return a @ b
 
 
-def _visible_logits(q: Tensor, k: Tensor, scores_of: _Scores, place: _Place, visible: Tensor) -> Tensor:
+def _visible_logits(q: Tensor, k: Tensor, scores_of: _Scores, positions: _Positions, visible: Tensor) -> Tensor:
     """Logits [Hq, Sq, Sk] of q [Hq, Sq, D] and k [Hq, Sk, D]; -inf for keys that are masked, also by a bias."""
     if scores_of.bias is not None:
         visible = visible & ~torch.isneginf(scores_of.bias.detach())
     # Masked products are replaced before anything is computed from them, so that their gradients are not NaN.
     products = _product(q, k.transpose(-1, -2)).masked_fill(~visible, 0)
-    return scores_of.logits(products, place).masked_fill(~visible, -math.inf)
+    return scores_of.logits(products, positions).masked_fill(~visible, -math.inf)
 
 
 def _softmax(scores: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -167,13 +167,13 @@ def _softmax(scores: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, scores_of: _Scores, place: _Place, visible: Tensor, sink: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, scores_of: _Scores, positions: _Positions, visible: Tensor, sink: Tensor | None,
     keep: Tensor | None, p_keep: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """One batch entry: q [Hq, Sq, D], k [Hk, Sk, D], v [Hk, Sk, Dv] -> out [Hq, Sq, Dv], lse [Hq, Sq], max_logits [Hq]."""
     group = q.shape[0] // k.shape[0] if k.shape[0] else 1
     k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
-    scores = _visible_logits(q, k, scores_of, place, visible)
+    scores = _visible_logits(q, k, scores_of, positions, visible)
     weights, lse = _softmax(scores, sink)
     if keep is not None:
         weights = torch.where(keep, weights / p_keep, 0)
@@ -288,17 +288,17 @@ def attention_reference(
 
     def entry(b: int, q_b: Tensor, k_b: Tensor, v_b: Tensor, first_key: int) -> tuple[Tensor, Tensor, Tensor]:
         Sq, Sk = q_b.shape[1], k_b.shape[1]
-        place = _Place.of(numbers.origin, Sq, Sk, q.device)
-        keep = None if seed is None else _keep_mask(place, b, heads, threshold, seed)
-        visible = _in_window(place, numbers.causal, (numbers.window_left, numbers.window_right))
+        positions = _Positions.of(numbers.origin, Sq, Sk, q.device)
+        keep = None if seed is None else _keep_mask(positions, b, heads, threshold, seed)
+        visible = _in_window(positions, numbers.causal, (numbers.window_left, numbers.window_right))
         if given_mask is not None:
             intervals = given_mask.intervals
             of_entry = intervals if packed else intervals[b if intervals.shape[0] > 1 else 0]
-            visible = visible & _in_intervals(place, of_entry[:, first_key : first_key + Sk], heads)
+            visible = visible & _in_intervals(positions, of_entry[:, first_key : first_key + Sk], heads)
         slopes = None if alibi_slopes is None else alibi_slopes[b] if alibi_slopes.dim() == 2 else alibi_slopes
         bias_b = None if bias is None else bias[b if bias.shape[0] > 1 else 0]
         scores_of = _Scores(numbers.softmax_scale, numbers.softcap, slopes, call.relative_bias, bias_b)
-        return _attend(q_b, k_b, v_b, scores_of, place, visible, sink, keep, threshold / 256)
+        return _attend(q_b, k_b, v_b, scores_of, positions, visible, sink, keep, threshold / 256)
 
     if cu_seqlens_q is None or cu_seqlens_k is None:
         out, lse, max_logits = _dense(entry, q, k, v, numbers.bhsd)
@@ -363,13 +363,13 @@ def attention_weights(
     chosen = _row_numbers(rows, Sq, q.device)
     if numbers.smooth_softmax:
         sink = torch.zeros(heads, device=q.device)
-    whole = _Place.of(numbers.origin, Sq, Sk, q.device)
-    place = whole._replace(rows=whole.rows[chosen])
+    whole = _Positions.of(numbers.origin, Sq, Sk, q.device)
+    positions = whole._replace(rows=whole.rows[chosen])
     statistics = torch.promote_types(q.dtype, torch.float32)
 
     def logits(b: int, h: int, rows: slice, keys: slice) -> Tensor:
         """[1, rows, keys]"""
-        part = place._replace(rows=place.rows[rows], keys=place.keys[keys])
+        part = positions._replace(rows=positions.rows[rows], keys=positions.keys[keys])
         visible = _in_window(part, numbers.causal, (numbers.window_left, numbers.window_right))
         if intervals is not None:
             of_head = intervals[min(b, intervals.shape[0] - 1), h * intervals.shape[1] // heads, keys]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import arguments, jagged, names, ops, placed
+from . import arguments, dropout_padding, jagged, names, ops
 from .calls import autocast, convert, lengths_of, lists
 from .options import ConvertedOptions, differentiable, keeps_centres
 
@@ -82,8 +82,8 @@ def supports(
     try:
         tensors, numbers = convert("supports", q, k, v, lengths, layout, **options)
         tensors = autocast(tensors)
-        if placed.is_off(tensors, numbers):
-            tensors, numbers = placed.padded(tensors, numbers)
+        if dropout_padding.is_needed(tensors, numbers):
+            tensors, numbers = dropout_padding.padded(tensors, numbers)
         given = [t for t in differentiable(tensors) if t is not None]
         gradients = torch.is_grad_enabled() and any(t.requires_grad for t in given)
         tangents = any(arguments.has_tangent(t) for t in given)

@@ -138,7 +138,7 @@ def attention(
         )
     of = Sharding(_length(tensors.q, cu_seqlens, seqlen, pg), dist.get_world_size(pg), checked_kind(sharding))
     mode = mode if mode != "auto" else _chosen(tensors, of)
-    batch, head = _place(call_options)
+    batch, head = _first_batch_and_head(call_options)
     needs_lse, returns_max_logits = (
         arguments.flag(name, value)
         for name, value in (("return_lse", return_lse), ("return_max_logits", return_max_logits))
@@ -183,7 +183,7 @@ def _check_options(tensors: CallTensors, options: CallOptions) -> None:
         )
 
 
-def _place(options: CallOptions) -> tuple[int, int]:
+def _first_batch_and_head(options: CallOptions) -> tuple[int, int]:
     origin = options.origin or [0, 0]
     if len(origin) != 2:
         raise ValueError(

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import ops
+from ..dropout_padding import with_zeros
 from ..options import LEARNED, CallOptions, CallTensors, wanted
-from ..placed import with_zeros
 from . import local
 from .communication import Transfer
 from .local import Extras, Gradients

@@ -26,8 +26,8 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from flashattn_ext import Mask
-from flashattn_ext.kept import outside_of_modes
 from flashattn_ext.mask_arguments import ALL_ROWS
+from flashattn_ext.tensor_cache import outside_of_modes
 
 Operation = Callable[..., Any]
 
