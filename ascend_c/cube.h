@@ -36,7 +36,7 @@ template <typename T>
 class CubeCore {
   using Sizes = SizesOf<sizeof(T)>;
   static constexpr int32_t kElement = sizeof(T);
-  static constexpr int32_t kColumns = 32 / kElement;                         // of a fractal, which has 16 rows
+  static constexpr int32_t kColumns = 32 / kElement;                         // columns of a fractal, which has 16 rows
   static constexpr int32_t kFractal = 16 * kColumns;                         // elements
   static constexpr int32_t kInner = Sizes::kInner;                           // lanes that a product sums over, at most
   static constexpr int32_t kLeft = kRows * kInner, kRight = kTile * kInner;  // elements of a stage in L0
@@ -280,8 +280,8 @@ class CubeCore {
       AscendC::LoadData(to[f * inner * kFractal], from, p);
     }
   }
-  // The transpose of rows and columns of a tile: LoadData2D cannot do it in fp32. As an image of one row and one filter
-  // of one point, the tile is its own expansion.
+  // The transpose of rows and columns of a tile: LoadData2D cannot do it in fp32. As an image of one row and one
+  // filter of one point, the tile is its own expansion.
   __aicore__ static void LoadTransposed(const AscendC::LocalTensor<T>& to, const L1Tile<T>& tile, int32_t row,
                                         int32_t rows, int32_t column, int32_t columns) {
     AscendC::LoadData3DParamsV2<T> p;

@@ -82,7 +82,7 @@ class Tasks {
     mine = core;
     entry.batch = -1;
     if (!InClasses()) return;
-    const int64_t longest = side == Side::queries ? a.seqlen_k : a.seqlen_q;  // of a task's other side
+    const int64_t longest = side == Side::queries ? a.seqlen_k : a.seqlen_q;  // the other side of a task, at most
     while (longest >> shift > kUpper) ++shift;
   }
 

@@ -28,7 +28,7 @@ Machine::Machine(KernelMetaType type, int blocks, const Options& options, Global
   }
 }
 
-// ------------------------------------------------------------------------------------------------------- coroutines
+// --- coroutines -----------------------------------------------------------------------------------------------------
 
 void Machine::entry(unsigned low, unsigned high) {
   reinterpret_cast<Machine*>(uintptr_t(low) | uintptr_t(high) << 32)->body();
@@ -151,7 +151,7 @@ void Machine::stop_stuck_cores() {
     if (!coroutines_[n]->done) resume(int(n));
 }
 
-// ------------------------------------------------------------------------------------------------- flags between cores
+// --- flags between cores --------------------------------------------------------------------------------------------
 
 std::vector<int> Machine::group(const Core& core, int mode) const {
   std::vector<int> members;

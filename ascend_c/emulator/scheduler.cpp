@@ -55,7 +55,7 @@ HardEvent event_between(pipe_t source, pipe_t target) {
   return HardEvent::MAX;
 }
 
-// ------------------------------------------------------------------------------------------ an instruction's accesses
+// --- an instruction's accesses --------------------------------------------------------------------------------------
 
 Access::Access(Core& core, pipe_t pipe, uint32_t index)
     : core_(core), pipe_(pipe), global_(core.global(pipe)), index_(index), clock_(core.pipes_[pipe].clock) {}
@@ -207,7 +207,7 @@ void Access::race(const Space& space, bool writes, uint16_t other_pipe, uint32_t
   core_.report_.error(text);
 }
 
-// ------------------------------------------------------------------------------------------------------------- issuing
+// --- issuing --------------------------------------------------------------------------------------------------------
 
 Core::Core(int number, Place place, Machine& machine, const Options& options, GlobalMemory& gm, Report& report)
     : number_(number),
@@ -378,7 +378,7 @@ void Core::sync_all(bool vector_only, Site site) {
 
 void Core::run_scalar() { demand(PIPE_S, sequence_); }
 
-// ------------------------------------------------------------------------------------------------------------- running
+// --- running --------------------------------------------------------------------------------------------------------
 
 bool Core::blocked(const Pipe& pipe) {
   const Entry& head = pipe.queue.front();

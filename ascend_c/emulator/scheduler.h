@@ -129,7 +129,7 @@ struct Work {
   uint64_t gm_read = 0, gm_written = 0;
   Traffic traffic = Traffic::tensors;
   std::function<void(Access&)> run = {};
-  GmPlace from = {};  // of a copy from GM
+  GmPlace from = {};  // what a copy from GM reads
 };
 
 struct Flag {
@@ -174,9 +174,9 @@ class Core {
   std::string name() const;
   Machine& machine() { return machine_; }
 
-  struct Pools {                         // of event ids, for TPipe; bits of ids
-    std::map<HardEvent, uint8_t> used;   // by queues and by the kernel
-    std::map<HardEvent, uint8_t> given;  // to the kernel, by AllocEventID
+  struct Pools {                         // the event ids of TPipe, as bits
+    std::map<HardEvent, uint8_t> used;   // ids that queues or the kernel hold
+    std::map<HardEvent, uint8_t> given;  // ids that the kernel has from AllocEventID
     std::map<HardEvent, uint8_t> shown;  // to the kernel, by FetchEventID
     // The lowest id that is not yet allocated to a queue or an explicit flag.
     int unused(HardEvent event, Site site) {
@@ -265,13 +265,13 @@ class Core {
   std::array<std::unique_ptr<Space>, kMemories> local_;
   std::array<Pipe, kPipes> pipes_;
   ScalarCache cache_;
-  Site cache_site_;                            // of the last store into it
+  Site cache_site_;                            // where the last store into it was
   std::shared_ptr<const Clock> scalar_clock_;  // a copy of S's clock, shared by the entries issued under it
   std::map<FlagKey, Flag> flags_;
   bool has_pipe_object_ = false, had_pipe_object_ = false, registers_set_ = false;
-  Site address_site_;        // of the first tensor with an address of its own
+  Site address_site_;        // where the first tensor with an address of its own was made
   uint64_t waited_for_ = 0;  // `sequence_` at the last PipeBarrier<PIPE_ALL>
-  Site last_site_;           // of the last entry
+  Site last_site_;           // where the last entry was issued
   uint64_t sequence_ = 0;
   std::mt19937_64 random_;
 };
