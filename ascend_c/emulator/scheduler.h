@@ -119,7 +119,7 @@ class Access {
 };
 
 // A tensor, and the range of kSameAddressBytes in it.
-using GmPlace = std::pair<const Space*, int64_t>;
+using GmRange = std::pair<const Space*, int64_t>;
 
 struct Work {
   pipe_t pipe;
@@ -129,7 +129,7 @@ struct Work {
   uint64_t gm_read = 0, gm_written = 0;
   Traffic traffic = Traffic::tensors;
   std::function<void(Access&)> run = {};
-  GmPlace from = {};  // what a copy from GM reads
+  GmRange from = {};  // what a copy from GM reads
 };
 
 struct Flag {
@@ -146,7 +146,7 @@ constexpr int kCtrlIntegersSaturate = 53, kCtrlNotFinite = 48, kCtrlHf32 = 46;
 constexpr uint64_t kCtrlAtStart = uint64_t(1) << kCtrlIntegersSaturate | uint64_t(1) << kCtrlHf32;
 
 // Where a core stands in a launch.
-struct Place {
+struct CorePosition {
   CoreKind kind;
   int block, sub, blocks;  // AIV 2 * block + sub works with AIC block
   bool mixed;              // launched with both kinds
@@ -154,7 +154,7 @@ struct Place {
 
 class Core {
  public:
-  Core(int number, Place place, Machine& machine, const Options& options, GlobalMemory& gm, Report& report);
+  Core(int number, CorePosition position, Machine& machine, const Options& options, GlobalMemory& gm, Report& report);
 
   void issue(Work work);
   void set_flag(HardEvent event, int id, Site site);
@@ -170,7 +170,7 @@ class Core {
   std::pair<Space*, size_t> gm(const void* address, size_t size, bool writes, const char* name, Site site);
   Space& local(Memory memory, const char* name, Site site);
   Report& report() { return report_; }
-  const Place& place() const { return place_; }
+  const CorePosition& position() const { return position_; }
   std::string name() const;
   Machine& machine() { return machine_; }
 
@@ -256,7 +256,7 @@ class Core {
   [[noreturn]] void deadlock();
 
   int number_;
-  Place place_;
+  CorePosition position_;
   Machine& machine_;
   Options options_;
   GlobalMemory& gm_;
