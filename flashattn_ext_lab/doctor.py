@@ -106,10 +106,8 @@ def _extension(import_error: Exception | None) -> list[Finding]:
         # The messages of _build.py and _package_folder.py end with what to do.
         problem, _, fix = str(import_error).rpartition("; ")
         return [Finding("extension", problem or fix, False, fix if problem else REBUILD)]
-    found, running = (
-        Path(flashattn_ext.__file__).parent,
-        flashattn_ext.__path__[0],
-    )  # _package_folder.py lets them differ
+    # _package_folder.py lets these differ.
+    found, running = Path(flashattn_ext.__file__).parent, flashattn_ext.__path__[0]
     elsewhere = "" if found == Path(running) else f", the installed one: the sources in {found} are not built in place"
     info, ascend = flashattn_ext.build_info(), _ascend()
     findings = [Finding("package", f"{running}{elsewhere}")]

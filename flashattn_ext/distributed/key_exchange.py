@@ -38,7 +38,7 @@ class KeyExchange:
     v: Tensor
     extras: Extras
     rng_state: Tensor
-    options: CallOptions  # of the whole call; origin is (batch, head)
+    options: CallOptions  # those of the whole call; origin is (batch, head)
     sharding: Sharding
     documents: tuple[int, ...] | None  # packed sequences: the start of each, then the end of the last
     group: Any

@@ -39,7 +39,7 @@ _SAYS_NOTHING = {
     # options of a forward pass and of its output
     "cache_position", "logits_to_keep", "max_length_k", "max_length_q", "output_hidden_states", "output_router_logits", "return_dict",
     "seq_idx", "use_cache",
-    # of losses, transformers' own and those that replace it
+    # arguments of losses, transformers' own and those that replace it
     "accum_dtype", "ignore_index", "labels", "num_items_in_batch", "return_loss", "return_token_accuracy", "shift_labels", "skip_logits",
     "use_token_scaling",
     # what tokenizers, processors and collators put beside input_ids
