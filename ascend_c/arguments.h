@@ -40,7 +40,7 @@ struct Arguments : AttnGradParams {
   void* dv_sum = nullptr;          // [Hk, rows_k, sum_pitch(Dv)]
 
   // Backward, in the workspace, if the gradient of a bias is wanted: sums of bias_gradients.h, for both vector cores.
-  int64_t slope_blocks = 0;       // of keys, of a head
+  int64_t slope_blocks = 0;       // blocks of keys of a head
   void* slope_sums = nullptr;     // [B, Hq, slope_blocks, 2], packed [Hq, slope_blocks, 2]
   int64_t relative_pitch = 0;     // distances, with a margin
   void* relative_sums = nullptr;  // [B, 2, Hq, relative_pitch]

@@ -11,7 +11,7 @@ namespace ascend {
 struct GradStep {
   Task task;                            // its keys
   int32_t head = 0, row = 0, rows = 0;  // queries, within the sequence
-  bool first = false, last = false;     // of the task
+  bool first = false, last = false;     // whether it is the task's first or last step
   bool last_of_head = false;
   bool isolates = false;  // isolation.h: the step hides a pair, and an operand may have a non-finite value
   int32_t slot = 0;

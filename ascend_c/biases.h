@@ -160,7 +160,7 @@ class Biases {
   __aicore__ void AddDense(const Task& task, int32_t head, const ScoreChunk& chunk) {
     using namespace AscendC;
     const bool narrow = sizeof(T) == 2 && a.bias.dtype != DType::kFloat32;
-    const int32_t units = narrow ? 1 : 2, bytes = 2 * units;  // of an element
+    const int32_t units = narrow ? 1 : 2, bytes = 2 * units;  // sizes of an element
     const int64_t at = task.batch * a.bias.batch_stride + head * a.bias.head_stride + chunk.key;
     const GlobalTensor<uint16_t> values = Global<uint16_t>((uint64_t)a.bias.data, at * units);
     const int32_t pitch = chunk.layout.pitch * 8;

@@ -36,7 +36,7 @@ template <typename T>
 class CubeCore {
   using Sizes = SizesOf<sizeof(T)>;
   static constexpr int32_t kElement = sizeof(T);
-  static constexpr int32_t kColumns = 32 / kElement;                         // of a fractal, which has 16 rows
+  static constexpr int32_t kColumns = 32 / kElement;                         // columns of a fractal, which has 16 rows
   static constexpr int32_t kFractal = 16 * kColumns;                         // elements
   static constexpr int32_t kInner = Sizes::kInner;                           // lanes that a product sums over, at most
   static constexpr int32_t kLeft = kRows * kInner, kRight = kTile * kInner;  // elements of a stage in L0
@@ -72,7 +72,7 @@ class CubeCore {
   __aicore__ L1Tile<T> LoadResident(int32_t which, AscendC::GlobalTensor<T> from, int32_t rows, int32_t columns,
                                     int64_t pitch) {
     AscendC::WaitFlag<AscendC::HardEvent::M_MTE2>(kResidentEvent + which);
-    return Load(Place(which * Sizes::kResidentBytes, kResidentEvent + which, rows), from, columns, pitch);
+    return Load(TileAt(which * Sizes::kResidentBytes, kResidentEvent + which, rows), from, columns, pitch);
   }
   __aicore__ L1Tile<T> LoadWide(int32_t which, AscendC::GlobalTensor<T> from, int32_t rows, int32_t columns,
                                 int64_t pitch) {
@@ -82,7 +82,7 @@ class CubeCore {
   __aicore__ L1Tile<T> TakeWide(int32_t which, int32_t rows) {
     const int32_t event = kWideEvent + which;
     AscendC::WaitFlag<AscendC::HardEvent::MTE1_MTE2>(event);
-    return Place(2 * Sizes::kResidentBytes + which * Sizes::kWideBytes, event, rows);
+    return TileAt(2 * Sizes::kResidentBytes + which * Sizes::kWideBytes, event, rows);
   }
   __aicore__ void LoadColumns(const L1Tile<T>& wide, int32_t column, AscendC::GlobalTensor<T> from, int32_t columns,
                               int64_t pitch) {
@@ -96,7 +96,7 @@ class CubeCore {
     const int32_t which = ring++ % kRing, event = kRingEvent + which;
     const int32_t byte = 2 * (Sizes::kResidentBytes + Sizes::kWideBytes) + which * kTileBytes;
     AscendC::WaitFlag<AscendC::HardEvent::MTE1_MTE2>(event);
-    const L1Tile<T> empty = Place(byte, event, rows);
+    const L1Tile<T> empty = TileAt(byte, event, rows);
     const L1Tile<T> tile = paired ? LoadPaired(empty, from, columns, pitch) : Load(empty, from, columns, pitch);
     AscendC::SetFlag<AscendC::HardEvent::MTE2_MTE1>(event);
     AscendC::WaitFlag<AscendC::HardEvent::MTE2_MTE1>(event);
@@ -175,7 +175,7 @@ class CubeCore {
 
  private:
   // An empty tile at a byte of L1.
-  __aicore__ L1Tile<T> Place(int32_t byte, int32_t event, int32_t rows) const {
+  __aicore__ L1Tile<T> TileAt(int32_t byte, int32_t event, int32_t rows) const {
     L1Tile<T> tile;
     tile.data = l1[byte / kElement];
     tile.rows = rows;
@@ -203,7 +203,7 @@ class CubeCore {
         CopyPairs(tile, row, next, columns, pitch);
         row += 16;
       } else {
-        CopyRows(tile, PairedPlace(row), 2, next, Lesser(8, rows - row), columns, pitch);
+        CopyRows(tile, PairedIndex(row), 2, next, Lesser(8, rows - row), columns, pitch);
         row += 8;
       }
     }
@@ -280,8 +280,8 @@ class CubeCore {
       AscendC::LoadData(to[f * inner * kFractal], from, p);
     }
   }
-  // The transpose of rows and columns of a tile: LoadData2D cannot do it in fp32. As an image of one row and one filter
-  // of one point, the tile is its own expansion.
+  // The transpose of rows and columns of a tile: LoadData2D cannot do it in fp32. As an image of one row and one
+  // filter of one point, the tile is its own expansion.
   __aicore__ static void LoadTransposed(const AscendC::LocalTensor<T>& to, const L1Tile<T>& tile, int32_t row,
                                         int32_t rows, int32_t column, int32_t columns) {
     AscendC::LoadData3DParamsV2<T> p;

@@ -39,7 +39,7 @@ class DropoutMask : VectorCore {
   }
 
  private:
-  static constexpr int32_t kChunkRows = kGroupRows, kKeys = 512, kPitch = kKeys + 16;  // of scores at a time
+  static constexpr int32_t kChunkRows = kGroupRows, kKeys = 512, kPitch = kKeys + 16;  // scores drawn at a time
 
   __aicore__ void Chunk(int64_t head, int64_t row, int64_t key) {
     using namespace AscendC;

@@ -12,7 +12,7 @@ struct FixRateArguments {
   static constexpr int32_t kMostColumns = 256;
 
   void* to;         // [cores] of kCoreBytes
-  int32_t columns;  // of the sums, which have kRows rows: a multiple of 16, at most kMostColumns
+  int32_t columns;  // columns of the sums, which have kRows rows: a multiple of 16, at most kMostColumns
   int32_t times;
   bool fractals;
 };

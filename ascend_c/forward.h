@@ -142,8 +142,8 @@ class ForwardCube {
   ForwardWorkspace<T, A> workspace;
   CubeCore<T> cube;
   L1Tile<T> queries, weights;
-  bool alternates;    // products of S and P V
-  int32_t tile_keys;  // of S
+  bool alternates;    // whether products of S and P V take turns
+  int32_t tile_keys;  // keys of a tile of S
   int32_t added = 0;  // keys of P V whose products are in its sums
   int32_t wides = 0;  // buffers that weights were loaded into
 };
@@ -232,7 +232,7 @@ class ForwardVector : VectorCore {
   static constexpr int32_t kMaxAcross = kKeys / kLanes;
   static constexpr int32_t kStepTiles = kStepGroups * kMaxAcross, kChunkTiles = kChunkGroups * kMaxAcross;
 
-  static constexpr int32_t kFixedBytes = Sizes::kTiles.ub_bytes(0);  // of UB: buffers of every call except O
+  static constexpr int32_t kFixedBytes = Sizes::kTiles.ub_bytes(0);  // bytes in UB of every call, without O
   // Bytes of UB for biases, a Mask and dropout. Dropout draws the words of one chunk at a time if UB has no room for a
   // whole step.
   static constexpr int32_t kBiasBytes = 4 * Biases<T>::FloatsOf(kChunkRows, kKeys, kPitch);
@@ -241,7 +241,7 @@ class ForwardVector : VectorCore {
       4 * (Dropout::kConstantWords + Dropout::WordsOf(kChunkTiles) + Dropout::PartsOf(kChunkGroups, kMaxAcross));
   static constexpr int32_t kMostBytes =
       Sizes::kTiles.ub_bytes(Sizes::kTiles.head_dim) + kBiasBytes + kMaskBytes + kDropoutBytes;
-  static constexpr int32_t kFewestBuffers = kMostBytes <= kUbBytes ? 2 : 1;  // of scores and of P
+  static constexpr int32_t kFewestBuffers = kMostBytes <= kUbBytes ? 2 : 1;  // buffers of scores and of P
   static_assert(kMostBytes - (2 - kFewestBuffers) * kChunk * (4 + int32_t(sizeof(T))) <= kUbBytes,
                 "there is room for everything");
   __aicore__ int32_t OptionBytes() const {

@@ -67,8 +67,8 @@ class IntervalTiles {
     return begin;
   }
 
-  // The extremes of blocks of `width` keys of [begin, end), whole granules except at its ends. A block that every row
-  // of [row_begin, row_end) sees gets the extremes of visible keys. Returns whether all blocks are such.
+  // The extremes of blocks of `width` keys of [begin, end), whole granules except at its ends. A block that every
+  // row of [row_begin, row_end) sees gets the extremes of visible keys. Returns whether all blocks are such.
   __aicore__ bool Blocks(int64_t begin, int64_t end, int32_t width, int64_t row_begin, int64_t row_end,
                          IntervalExtremes* blocks) const {
     bool whole = true, super_whole = false;
@@ -115,7 +115,7 @@ class IntervalTiles {
     return all.first <= row_begin && all.last >= row_end;
   }
 
-  AscendC::GlobalTensor<int64_t> extremes;  // of every entry first and last of any, then of all
+  AscendC::GlobalTensor<int64_t> extremes;  // [entries][4]: first and last of any row, first and last of all rows
   int64_t start, granules;
 };
 

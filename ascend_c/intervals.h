@@ -148,7 +148,7 @@ class Intervals {
   bool whole = true;
   int32_t most_keys = 0;
   IntervalExtremes blocks[kMostBlocks];
-  AscendC::LocalTensor<int32_t> pairs, first, last;  // of the keys of a step; last is inclusive
+  AscendC::LocalTensor<int32_t> pairs, first, last;  // intervals of the keys of a step; last is inclusive
   AscendC::LocalTensor<int32_t> row_numbers;         // 0, 1, 2 .., each in a whole block
 };
 

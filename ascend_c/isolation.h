@@ -221,8 +221,8 @@ class RowIsolation {
   int32_t dim, width, event;
   int32_t most;                             // rows at a time
   AscendC::LocalTensor<float> wide;         // [most][width], as x
-  AscendC::LocalTensor<int32_t> keep;       // of every row: all bits, or none
-  AscendC::LocalTensor<int32_t> keep_wide;  // the same in whole blocks
+  AscendC::LocalTensor<int32_t> keep;       // [rows]: all bits set for a row that is kept, or none
+  AscendC::LocalTensor<int32_t> keep_wide;  // keep, each row in a whole block
   AscendC::LocalTensor<T> x;
 };
 

@@ -217,7 +217,7 @@ class Dropout {
     Barrier();
   }
 
-  // The same for one group of 16-bit scores, whose columns are paired (schedule.h), as the bytes of a word are.
+  // Drops one group of 16-bit scores, whose columns are paired (schedule.h), as the bytes of a word are.
   __aicore__ void ApplyRounded(const AscendC::LocalTensor<uint16_t>& s, int32_t pitch, const Words& scratch,
                                int32_t group) {
     using namespace AscendC;
@@ -248,8 +248,9 @@ class Dropout {
   // (F' - floor(low / 2^16)) / 2^16 with any F' that is by less than 2^16 too large. F' = n h + (m + 1) r is, and is
   // (m + 1) x + (n - 2^16 (m + 1)) h modulo 2^32.
   //
-  // F of the second multiplier is too large for 32 bits. That of its complement N = 2^32 - M is not: N x = 2^32 (x -
-  // high) - low, so that low is added where it was subtracted.
+  // F of the second multiplier is too large for 32 bits. That of its complement N = 2^32 - M is not:
+  //   N x = 2^32 (x - high) - low,
+  // so that low is added where it was subtracted.
   struct Product {
     Words x, high, low, sum, other;  // `other` may be x of the first multiplier
   };
@@ -412,7 +413,7 @@ class Dropout {
   int32_t threshold = 256;
   int32_t origin_batch = 0, origin_head = 0, origin_row = 0, origin_key = 0;  // csrc/params.h
   PhiloxKey key;
-  uint64_t batch_product = 0;      // of round 1
+  uint64_t batch_product = 0;      // the product of round 1 that depends on the batch entry
   int32_t vector = 0;              // lanes of a register
   int32_t groups = 0, across = 0;  // begun groups: 16 rows each, 64 keys each
   int32_t drawn_across = 0;

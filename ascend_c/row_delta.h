@@ -1,6 +1,6 @@
 // delta of rows that see no key outside of a task, from the products of the backward itself: the row sum of P dP~ (~:
-// after dropout), minus the gradient of lse. backward_prepare.h computes delta from the rounded `out`, so that every dS
-// of a row contains the rounding error of `out`. That error is all there is where a row sees one key, whose dS is 0,
+// after dropout), minus the gradient of lse. backward_prepare.h computes delta from the rounded `out`, so that every
+// dS of a row contains the rounding error of `out`. That error is all there is where a row sees one key, whose dS is 0,
 // and it is multiplied by distances in the gradients of slopes.
 #pragma once
 
@@ -40,8 +40,8 @@ class RowDelta {
   }
 
   // Replaces delta of the chunk's rows, each in a whole block of `wide`, by the sum of its weights times dP~, less
-  // dlse. A row whose weights do not add up to the weight of all its keys keeps the delta that was given: it sees keys
-  // of other tasks, or the caller's lse includes keys of other calls. lse, given: of the rows, lse without -inf.
+  // dlse. A row whose weights do not add up to the weight of all its keys keeps the delta that was given: it sees
+  // keys of other tasks, or the caller's lse includes keys of other calls. lse, given: of the rows, lse without -inf.
   // scratch: 2 * 64 fp32 for each row of the chunk. sums: 3 fp32 for each row of the largest chunk.
   __aicore__ void Find(const ScoreChunk& weights, const AscendC::LocalTensor<float>& dp, int32_t head,
                        const AscendC::LocalTensor<float>& lse, const AscendC::LocalTensor<float>& given,

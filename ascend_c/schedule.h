@@ -45,7 +45,7 @@ template <typename T, class A>
 __aicore__ inline bool Pairs(const A& a) {
   return sizeof(T) == 2 && a.has_dropout_alone();
 }
-__aicore__ inline int32_t PairedPlace(int32_t key) { return key / 16 * 16 + key % 8 * 2 + key / 8 % 2; }
+__aicore__ inline int32_t PairedIndex(int32_t key) { return key / 16 * 16 + key % 8 * 2 + key / 8 % 2; }
 
 struct Task {
   int32_t number = 0;  // among this core's tasks that are not fully masked
@@ -82,7 +82,7 @@ class Tasks {
     mine = core;
     entry.batch = -1;
     if (!InClasses()) return;
-    const int64_t longest = side == Side::queries ? a.seqlen_k : a.seqlen_q;  // of a task's other side
+    const int64_t longest = side == Side::queries ? a.seqlen_k : a.seqlen_q;  // the other side of a task, at most
     while (longest >> shift > kUpper) ++shift;
   }
 

@@ -1,6 +1,6 @@
 // The arithmetic on scores between two products, a chunk of rows at a time in UB: OnlineSoftmax::Weigh turns them into
-// weights in the forward; Weigh with a known lse does so in the backward, where Differentiate then turns the gradient
-// of the weights into the gradient of the scores. csrc/rules/score.h defines a score.
+// weights in the forward; Weigh with a known lse does so in the backward, where Differentiate then turns the
+// gradient of the weights into the gradient of the scores. csrc/rules/score.h defines a score.
 //
 // The vector unit's exponential has base e, so that both keep the logit itself of a product, in natural units.
 #pragma once
@@ -35,8 +35,8 @@ __aicore__ inline void Polynomial(const AscendC::LocalTensor<float>& sum, const 
 }
 
 // Products to capped logits, cap * tanh(product * inner). With an exponential, tanh y is 1 - 2 / (exp(2 y) + 1), whose
-// error of about 1e-7 is negligible beside 16-bit rounding up to kLargeCap. Otherwise it is a quotient of polynomials
-// of y^2, fitted to a relative error of 2e-8 up to |y| = 9, beyond which tanh y is 1 in fp32.
+// error of about 1e-7 is negligible beside 16-bit rounding up to kLargeCap. Otherwise it is a quotient of
+// polynomials of y^2, fitted to a relative error of 2e-8 up to |y| = 9, beyond which tanh y is 1 in fp32.
 template <typename T>
 __aicore__ inline void CapLogits(const Arguments& a, const ScoreChunk& chunk, const Scratch& scratch) {
   using namespace AscendC;
@@ -343,7 +343,7 @@ class OnlineSoftmax {
   const A& a;
   Biases<T>* biases;
   Intervals* intervals;
-  AscendC::LocalTensor<float> scale;                                 // of products, in every lane of a block
+  AscendC::LocalTensor<float> scale;                                 // the factor of products, in every lane of a block
   AscendC::LocalTensor<float> row_maximum, row_sum;                  // [kStatisticsRing][kHalf]
   AscendC::LocalTensor<float> decay;                                 // [kSlots][kHalf]
   AscendC::LocalTensor<float> chunk_maximum, chunk_sum, chunk_wide;  // [kChunkRows], the last one in whole blocks

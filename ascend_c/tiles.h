@@ -15,14 +15,14 @@ constexpr int32_t kAhead = 3, kSlots = kAhead + 1;
 constexpr int32_t kGradAhead = 2, kGradSlots = kGradAhead + 1;
 constexpr int32_t kRing = 3;               // tiles in L1 that are used once
 constexpr int32_t kStatisticsRing = 4;     // tasks whose max and sum are in use; kAhead + 1 are in flight
-constexpr int32_t kLanes = 64;             // fp32 of one repeat
-constexpr int32_t kGroupRows = 16;         // that the generator works on at a time
-constexpr int32_t kTileBytes = 32 * 1024;  // of an operand: kTile rows or columns, and what a product sums over
+constexpr int32_t kLanes = 64;             // fp32 elements of one repeat
+constexpr int32_t kGroupRows = 16;         // rows that the dropout generator works on at a time
+constexpr int32_t kTileBytes = 32 * 1024;  // bytes of an operand: kTile rows or columns, and what a product sums over
 
 // Bytes of each memory of a core.
 constexpr int32_t kUbBytes = 188416;  // the rest is scratch of the API
 constexpr int32_t kL1Bytes = 512 * 1024 - 256;
-constexpr int32_t kL0Bytes = 64 * 1024;  // of L0A, and of L0B
+constexpr int32_t kL0Bytes = 64 * 1024;  // bytes of L0A, and as many of L0B
 constexpr int32_t kL0cBytes = 128 * 1024;
 
 // Tile sizes of the forward, and the bytes that they need in each memory.
@@ -128,7 +128,7 @@ constexpr int32_t kWideEvent = 0;      // and 1: from MTE1 to MTE2, when a step'
 constexpr int32_t kRingEvent = 2;      // .. 2 + kRing - 1: between MTE2 and MTE1, both directions
 constexpr int32_t kStageEvent = 0;     // and 1: from M to MTE1, when a stage of L0 may be overwritten
 
-// --- flags between the cores of a block
+// Flags between the cores of a block.
 constexpr uint16_t kScoresReady = 0;         // cube -> vector, when a block of scores is in the workspace
 constexpr uint16_t kProbabilitiesReady = 1;  // vector -> cube
 constexpr uint16_t kPartialReady = 2;        // cube -> vector: P V of a block

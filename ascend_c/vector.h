@@ -52,7 +52,7 @@ class VectorCore {
     return (kUbBytes - used) / int32_t(sizeof(T));
   }
 
-  // The same for `count` elements.
+  // Rounds `count` elements to T.
   template <typename T>
   __aicore__ static void Round(const AscendC::LocalTensor<T>& to, const AscendC::LocalTensor<float>& from,
                                int32_t count) {

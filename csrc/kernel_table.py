@@ -71,7 +71,7 @@ def _qualified(parameters: str) -> str:
 class Row(NamedTuple):
     """A row of the table of kernels: see csrc/cuda/table/rows.h."""
 
-    array: str  # of the table; stages() says of which stage
+    array: str  # name of the array in the table; stages() says which stage it has
     dtypes: tuple[str, ...]
     head_dim: int
     head_dim_v: int
@@ -80,7 +80,7 @@ class Row(NamedTuple):
     spill: int | None  # bytes that ptxas may spill; None: any number
     tiles: tuple[tuple[str, ...], ...]  # sizes as in the table; the build has the first tile
     note: str  # the figures that chose the tile, or what decided otherwise
-    group: str  # the same for rows that share it
+    group: str  # the note above several rows, which they share
 
     @property
     def architecture(self) -> str:

@@ -82,11 +82,11 @@ struct Origin {
 };
 
 struct AttnParams {
-  DType dtype = DType::kFloat32;  // of q, and but for fp8 calls of every input and of out
+  DType dtype = DType::kFloat32;  // the dtype of q; except in fp8 calls, every input and out have it too
   // Keys and values are fp8, and q is, or in a decoding call may be bfloat16. The value of an element is
   // element * descale. No dropout and no biases; out has the dtype out_dtype.
   bool is_fp8 = false;
-  DType out_dtype = DType::kBFloat16;  // of fp8 calls: kBFloat16, kFloat16 or kFloat32
+  DType out_dtype = DType::kBFloat16;  // the dtype of out in fp8 calls: kBFloat16, kFloat16 or kFloat32
   DescaleView descale_q, descale_k, descale_v;
 
   // Sizes. For varlen seqlen_q and seqlen_k are the max_seqlen arguments: hints for the grid, never used for
@@ -121,8 +121,9 @@ struct AttnParams {
   // dropout. [B, Hq, Sq] in the dtype of lse; data == nullptr: not wanted.
   RowView row_maxima;
 
-  // Key j is visible to query i when i + Sk - Sq - window_left <= j <= i + Sk - Sq + window_right (with origin.row -
-  // origin.key in place of Sk - Sq where the origin places rows). causal is window_right = 0.
+  // Key j is visible to query i when
+  //   i + Sk - Sq - window_left <= j <= i + Sk - Sq + window_right,
+  // with origin.row - origin.key in place of Sk - Sq where the origin places rows. causal is window_right = 0.
   int64_t window_left = kUnbounded;
   int64_t window_right = kUnbounded;
   double softmax_scale = 1.0;
@@ -181,8 +182,8 @@ struct AttnGradParams : AttnParams {
 };
 
 // Layout of the KV cache of a decoding call; key_locator.h reads it. The caches themselves are AttnParams::k and v,
-// [entries, page_size, Hk, D]: an entry is a page with a block table, else the whole cache of one sequence. The values
-// of the tensors are not validated: the locator clamps them.
+// [entries, page_size, Hk, D]: an entry is a page with a block table, else the whole cache of one sequence. The
+// values of the tensors are not validated: the locator clamps them.
 struct KeyCache {
   int64_t entries = 0;
   int64_t page_size = 0;                 // keys of one entry
@@ -212,8 +213,8 @@ struct Rotary {
   int64_t rows = 0;  // larger positions are clamped to rows - 1
   int64_t dim = 0;   // elements of a row that are rotated, from the first on
   bool interleaved = true;
-  // Whether row i of q has the position of new key i (causal calls and windows); otherwise all rows have the position
-  // of new key 0.
+  // Whether row i of q has the position of new key i (causal calls and windows); otherwise all rows have the
+  // position of new key 0.
   bool rotates_each_row = false;
 };
 

@@ -190,7 +190,7 @@ def targets_of(source: Path, targets: Sequence[str]) -> list[str]:
 
 
 def first_name(source: Path) -> str:
-    """Of the sources that `joined` has made one."""
+    """The name of the first of the sources that `joined` has made one."""
     return source.stem.split("+")[0]
 
 

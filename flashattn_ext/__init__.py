@@ -10,7 +10,7 @@ except _metadata.PackageNotFoundError:  # a checkout that was built in place
 
     __version__ = (_Path(__file__).parent.parent / "VERSION").read_text().strip()
 
-from ._place import running_folder as _running_folder
+from ._package_folder import running_folder as _running_folder
 
 try:
     __path__ = [_running_folder(__path__[0])]

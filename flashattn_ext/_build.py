@@ -8,7 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from ._place import same_series
+from ._package_folder import same_series
 
 REBUILD = "pip install --no-build-isolation --force-reinstall --no-deps ."
 BUILD_NPU = "bash build.sh -arch 910b (Atlas A2), or bash build.sh -arch 910_93 (Atlas A3)"

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 import torch
 from torch import Tensor
 
-from . import _C, _build, arguments, jagged, names, ops, placed
-from .calls import DENSE, autocast, converter, lengths_of, results
-from .mask import Mask
-from .options import CallOptions, CallTensors, Fp8Options, biases, differentiable
+from . import _C, _build, arguments, dropout_padding, jagged, names, ops
+from .calls import DENSE, autocast, convert, lengths_of, lists, results
+from .options import AttentionOptions, BackwardOptions, BiasOptions, CallOptions, CallTensors, biases, differentiable
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-    from .options import AttentionOptions, BackwardOptions
 
 
 def _forward(
@@ -31,16 +26,10 @@ def _forward(
     if return_max_logits is not False and return_max_logits is not True:
         return_max_logits = arguments.flag("return_max_logits", return_max_logits)
     tensors = autocast(tensors)
-    if options.origin is not None and placed.is_off(tensors, options):
-        return placed.forward(tensors, options, rng_seed, return_max_logits)
+    if options.origin is not None and dropout_padding.is_needed(tensors, options):
+        return dropout_padding.forward(tensors, options, rng_seed, return_max_logits)
     out, lse, max_logits = ops.forward(*tensors, *options, rng_seed, return_max_logits)
     return out, lse, max_logits
-
-
-_call_of_forward = converter("forward")
-_call_of_varlen_forward, _call_of_backward = (
-    converter(name, takes_unknown=True) for name in ("varlen_forward", "backward")
-)
 
 
 @overload
@@ -73,35 +62,17 @@ def forward(
     return_lse: bool = ..., return_max_logits: bool = ...,
     **options: Unpack[AttentionOptions],
 ) -> Tensor | tuple[Tensor, ...]: ...  # fmt: skip
-@names.shown
+@lists(AttentionOptions)
 def forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     *more: Any,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softmax_scale: float | None = None,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    relative_bias: Tensor | None = None,
-    bias: Tensor | None = None,
-    mask: Mask | None = None,
-    dropout_p: float = 0.0,
-    smooth_softmax: bool = False,
-    sink: Tensor | None = None,
     layout: str = "bshd",
-    deterministic: bool = False,
-    invariant: bool = False,
     rng_seed: int | None = None,
-    origin: tuple[int, ...] | None = None,
-    descale_q: Tensor | None = None,
-    descale_k: Tensor | None = None,
-    descale_v: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
     return_lse: bool = False,
     return_max_logits: bool = False,
-    **unknown: Any,
+    **options: Any,
 ) -> Tensor | tuple[Tensor, ...]:
     """Exact attention with memory linear in the sequence length; differentiable, on the CPU and CUDA also twice and in forward mode.
 
@@ -170,47 +141,17 @@ def forward(
     Source: FlashAttention-2 (Dao 2023, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning",
     algorithms 1 and 2).
     """
-    if more or unknown:
-        raise names.not_an_argument("forward", unknown, more)
+    if more:
+        raise names.not_an_argument("forward", {}, more)
     is_nested, like = getattr(q, "is_nested", False), q
     lengths: tuple[Any, ...] = DENSE
     if is_nested:
         (q, k, v), lengths = jagged.packed(layout, q=q, k=k, v=v)
-    tensors, numbers = _call_of_forward(
-        q, k, v, lengths, "bshd" if is_nested else layout, causal=causal, window_size=window_size, softmax_scale=softmax_scale,
-        softcap=softcap, alibi_slopes=alibi_slopes, relative_bias=relative_bias, bias=bias, mask=mask, dropout_p=dropout_p,
-        smooth_softmax=smooth_softmax, sink=sink, deterministic=deterministic, invariant=invariant, origin=origin, descale_q=descale_q,
-        descale_k=descale_k, descale_v=descale_v, out_dtype=out_dtype,
-    )  # fmt: skip
+    tensors, numbers = convert("forward", q, k, v, lengths, "bshd" if is_nested else layout, **options)
     out, lse, max_logits = _forward(tensors, numbers, rng_seed, return_lse, return_max_logits)
     if is_nested:
         out = jagged.nested(out, like, layout)
     return results(out, lse, max_logits, return_lse, return_max_logits)
-
-
-# The keyword arguments of forward with their defaults, those among them that varlen_forward takes too, and those of backward.
-_KEYWORDS = {
-    name: parameter
-    for name, parameter in inspect.signature(forward).parameters.items()
-    if parameter.kind is parameter.KEYWORD_ONLY
-}
-_SHARED = {
-    name: parameter
-    for name, parameter in _KEYWORDS.items()
-    if name not in ("layout", "rng_seed", "return_lse", "return_max_logits")
-}
-_DIFFERENTIABLE = {name: parameter for name, parameter in _SHARED.items() if name not in Fp8Options.__annotations__}
-
-
-def show_shared_options(function: Callable[..., Any], options: dict[str, inspect.Parameter]) -> None:
-    """Makes help() and inspect.signature() show these options of forward in place of **options."""
-    signature = inspect.signature(function)
-    hidden = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-    own = [parameter for parameter in signature.parameters.values() if parameter.kind not in hidden]
-    positional = [parameter for parameter in own if parameter.kind is not parameter.KEYWORD_ONLY]
-    shared = [*positional, *options.values(), *(parameter for parameter in own if parameter not in positional)]
-    function.__signature__ = signature.replace(parameters=shared)  # type: ignore[attr-defined]
-    names.shown(function)
 
 
 @overload
@@ -243,6 +184,7 @@ def varlen_forward(
     return_lse: bool = ..., return_max_logits: bool = ...,
     **options: Unpack[AttentionOptions],
 ) -> Tensor | tuple[Tensor, ...]: ...  # fmt: skip
+@lists(AttentionOptions)
 def varlen_forward(
     q: Tensor,
     k: Tensor,
@@ -259,7 +201,8 @@ def varlen_forward(
 ) -> Tensor | tuple[Tensor, ...]:
     """forward() for B sequences of different lengths, packed one after the other; differentiable like forward().
 
-    The other arguments are those of forward. Sequence b has the dropout mask of batch entry b.
+    The other arguments are those of forward. `bias` must be None; `mask` is a Mask of packed keys, with intervals [Hm, total_k, 2] and
+    rows counted within their sequence. Sequence b has the dropout mask of batch entry b.
 
     Args:
         q: queries [total_q, Hq, D].
@@ -270,8 +213,6 @@ def varlen_forward(
         cu_seqlens_k: int32 [B + 1], the same for keys and values.
         max_seqlen_q: an upper bound of the lengths of queries, in rows. On CUDA a bound that is too small costs speed, not results.
         max_seqlen_k: the same for keys.
-        **options: without `bias`; `mask` is a Mask of packed keys, with intervals [Hm, total_k, 2] and rows counted within
-            their sequence.
 
     Returns:
         out [total_q, Hq, Dv], then lse [Hq, total_q] and max_logits [B, Hq] if requested, in this order.
@@ -287,12 +228,9 @@ def varlen_forward(
         raise names.not_an_argument("varlen_forward", {}, more)
     arguments.tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     lengths = lengths_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    tensors, numbers = _call_of_varlen_forward(q, k, v, lengths, "bshd", **options)
+    tensors, numbers = convert("varlen_forward", q, k, v, lengths, "bshd", **options)
     out, lse, max_logits = _forward(tensors, numbers, rng_seed, return_lse, return_max_logits)
     return results(out, lse, max_logits, return_lse, return_max_logits)
-
-
-show_shared_options(varlen_forward, _SHARED)
 
 
 @overload
@@ -307,6 +245,7 @@ def backward(
     alibi_slopes: Tensor | None = ..., relative_bias: Tensor | None = ..., bias: Tensor | None = ...,
     **options: Unpack[BackwardOptions],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]: ...  # fmt: skip
+@lists(BackwardOptions, BiasOptions)
 def backward(
     dout: Tensor | None,
     q: Tensor,
@@ -357,7 +296,7 @@ def backward(
     arguments.tensors(out=out, lse=lse)
     arguments.optional_tensors(dout=dout, dlse=dlse, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     lengths = lengths_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    tensors, numbers = _call_of_backward(q, k, v, lengths, layout, **options)
+    tensors, numbers = convert("backward", q, k, v, lengths, layout, **options)
     rng_seed = arguments.seed(rng_seed)
     if rng_seed is None and 0 < numbers.dropout_p < 1:
         raise ValueError(
@@ -365,17 +304,14 @@ def backward(
         )
     rng_state = None if rng_seed is None else ops.dropout_state(q, numbers.dropout_p, rng_seed)
     needs = [given is not None for given in biases(tensors)]
-    if placed.is_off(tensors, numbers):
-        gradients = placed.backward(tensors, numbers, dout, dlse, out, lse, needs, rng_state)
+    if dropout_padding.is_needed(tensors, numbers):
+        gradients = dropout_padding.backward(tensors, numbers, dout, dlse, out, lse, needs, rng_state)
     else:
         gradients = ops.backward(*tensors, *numbers, dout, dlse, out, lse, None, None, *needs, rng_state)
     computed = [
         None if given is None else gradient for gradient, given in zip(gradients, differentiable(tensors), strict=True)
     ]
     return tuple(computed if any(needs) else computed[: len(computed) - len(needs)])
-
-
-show_shared_options(backward, _DIFFERENTIABLE)
 
 
 @names.shown
@@ -417,7 +353,7 @@ def dropout_mask(
     seed = arguments.integer("rng_seed", rng_seed)
     sizes = [arguments.integer(name, size) for name, size in (("B", B), ("H", H), ("Sq", Sq), ("Sk", Sk))]
     p, state = arguments.number("dropout_p", dropout_p), ops.rng_state(torch.empty(0, device=device), seed)
-    return placed.dropout_mask(state, sizes, p, arguments.origin(origin))
+    return dropout_padding.dropout_mask(state, sizes, p, arguments.origin(origin))
 
 
 class _BackendChoice:

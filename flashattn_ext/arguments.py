@@ -17,7 +17,7 @@ LAYOUTS = ("bshd", "bhsd")
 # A softcap of at least this size is off, because c * tanh(s / c) equals s in every dtype. See kUncapped in csrc/rules/score.h.
 UNCAPPED = 2.0**60
 _LEAST, _MOST = -(1 << 63), (1 << 63) - 1  # range of a 64-bit integer
-_UNBOUNDED = -1  # of a window; Python has one object for it
+_UNBOUNDED = -1  # an unbounded side of a window; Python has one object for it
 is_compiling = torch.compiler.is_compiling
 
 

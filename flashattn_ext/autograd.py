@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import kept, ops
+from . import ops, tensor_cache
 from .options import BIASES, DIFFERENTIABLE, CallOptions, CallTensors, differentiable, keeps_centres
 
 
@@ -70,7 +70,12 @@ class FlashAttentionFunction(torch.autograd.Function):
         tensors = CallTensors(
             q, k, v, cu_seqlens_q, cu_seqlens_k, sink, alibi_slopes, relative_bias, bias, mask_intervals, mask_extremes
         )
-        if rng_seed is None and not torch.compiler.is_compiling() and options.dropout_p > 0 and kept.has_values(q):
+        if (
+            rng_seed is None
+            and not torch.compiler.is_compiling()
+            and options.dropout_p > 0
+            and tensor_cache.has_values(q)
+        ):
             ops.supports(
                 *tensors, *options, False, False, False, return_max_logits
             )  # a call that is refused draws no seed

@@ -1,112 +1,108 @@
 """From the keyword arguments of the public functions to the arguments of the ops, and from the ops' results to theirs.
 
-An argument that users pass under its own name is converted by its type in csrc/call/options.def. Those that come from another keyword
-(window_size, layout, mask) or have a rule of their own (softmax_scale, deterministic, origin) are named in _EXPRESSIONS.
+convert() has the keyword arguments that the public functions share, with their defaults: they take them as **options and pass them on.
+Their types are in options.py, for type checkers; lists() shows both in help().
 """
 
 from __future__ import annotations
 
+import inspect
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from . import arguments, names, ops  # noqa: F401 - the functions that converter() makes raise errors of names
+from . import arguments, names, ops
 from .mask import checked_mask
-from .options import OPTIONS, CallOptions, CallTensors, Option
+from .options import CallOptions, CallTensors
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 # Converts the tensors of a call with at least one DTensor: all to DTensors. The package sets it (__init__.py), because this module
 # imports no integration.
 dtensors_together: Callable[..., Iterable[Tensor | None]] | None = None
 
-# The arguments of the ops that users do not pass under the same name and type, as expressions of the parameters of _TEMPLATE.
-_EXPRESSIONS = {
-    "cu_seqlens_q": "cu_seqlens_q",
-    "cu_seqlens_k": "cu_seqlens_k",
-    "mask_intervals": "intervals",
-    "mask_extremes": "extremes",
-    "max_seqlen_q": "max_seqlen_q",
-    "max_seqlen_k": "max_seqlen_k",
-    "bhsd": "(False if layout == 'bshd' else arguments.is_bhsd(layout))",
-    "softmax_scale": "arguments.scale(softmax_scale, q)",
-    "window_left": "left",
-    "window_right": "right",
-    "deterministic": "{flag} or torch.are_deterministic_algorithms_enabled()",
-    "origin": "None if origin is None else arguments.origin(origin)",
-}
-DENSE = (None, None, 0, 0)  # the cu_seqlens and max_seqlens of a call that is not packed
-# A keyword argument of each type as an argument of an op. A value of the usual type costs no call of a function.
-_CONVERSIONS = {
-    "SymInt": "arguments.integer({name!r}, {name})",
-    "Scalar": "({name} if type({name}) is float else arguments.number({name!r}, {name}))",
-    "bool": "({name} if {name} is True or {name} is False else arguments.flag({name!r}, {name}))",
-    "ScalarType?": "(None if {name} is None else arguments.dtype({name!r}, {name}))",
-}
-_TEMPLATE = """
-def {function}(
-    {leading}, lengths, layout, /, *, mask=None, window_size=(-1, -1), softmax_scale=None, {parameters}
-):{refusal}
-    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = lengths
-    if not ({no_tensors}):
-        arguments.optional_tensors({named_tensors})
-    intervals, extremes = (None, None) if mask is None else _intervals_of(mask)
-    left, right = arguments.{window}(window_size)
-    return {result}
-"""
-_OF_A_CALL = (
-    "CallTensors(q, k, v, {tensors}) if type(q) is type(k) is type(v) is Tensor else _tensors_of(q, k, v, {tensors}), "
-    "CallOptions({numbers})"
-)
+DENSE = (None, None, 0, 0)  # the cu_seqlens and max_seqlen of a call that is not packed
 
 
-def converter(
-    function: str,
-    options: Sequence[Option] = OPTIONS,
-    leading: str = "q, k, v",
-    result: str = _OF_A_CALL,
-    window: str = "window",
-    takes_unknown: bool = False,
-) -> Callable[..., Any]:
-    """Makes the converter of a public function: it checks the keyword arguments and returns (CallTensors, CallOptions).
+def convert(
+    function: str, q: Tensor, k: Tensor, v: Tensor, lengths: tuple[Any, ...], layout: Any, /, *,
+    causal: Any = False, window_size: Any = (-1, -1), softmax_scale: Any = None, softcap: Any = 0.0, alibi_slopes: Any = None,
+    relative_bias: Any = None, bias: Any = None, mask: Any = None, dropout_p: Any = 0.0, smooth_softmax: Any = False,
+    sink: Any = None, deterministic: Any = False, invariant: Any = False, origin: Any = None, descale_q: Any = None,
+    descale_k: Any = None, descale_v: Any = None, out_dtype: Any = None, **unknown: Any,
+) -> tuple[CallTensors, CallOptions]:  # fmt: skip
+    """Checks the keyword arguments of the public function with this name, and converts them to the arguments of the ops.
 
-    The converter takes q, k, v, lengths and layout by position; lengths are those of lengths_of(), or DENSE. It is compiled from text,
-    as in namedtuple: a loop over the options would take a fifth of the host time of a small call. Other ops give their `options`, the
-    names of the tensors that they take first, the `result`, and the function of arguments.py that reads `window_size`. takes_unknown:
-    the public function passes all of its keyword arguments on; the converter refuses those that it does not know (names.py).
+    lengths: those of lengths_of(), or DENSE. The results are made by position, and a value of the usual type costs no call of a
+    function: a call by keywords and functions would take a twentieth of the host time of a small call.
     """
-    own = [option for option in options if option.name not in _EXPRESSIONS]
-    parameters = ["deterministic=False", "origin=None"] if options is OPTIONS else []
-    unknown = ["**unknown"] if takes_unknown else []
-    expressions = _EXPRESSIONS | {
-        "deterministic": _EXPRESSIONS["deterministic"].format(flag=_CONVERSIONS["bool"].format(name="deterministic"))
-    }
-    tensors = [option.name for option in own if option.type == "Tensor?"]
-    values = {
-        option.name: expressions.get(option.name)
-        or (option.name if option.name in tensors else _CONVERSIONS[option.type].format(name=option.name))
-        for option in options
-    }
-    text = _TEMPLATE.format(
-        function=function,
-        leading=leading,
-        window=window,
-        parameters=", ".join([*parameters, *(f"{option.name}={option.default!r}" for option in own), *unknown]),
-        refusal=f"\n    if unknown:\n        raise names.not_an_argument({function!r}, unknown)"
-        if takes_unknown
-        else "",
-        no_tensors=" and ".join(f"{name} is None" for name in tensors),
-        named_tensors=", ".join(f"{name}={name}" for name in tensors),
-        result=result.format(
-            tensors=", ".join(values[option.name] for option in options if option.type == "Tensor?"),
-            numbers=", ".join(values[option.name] for option in options if option.type != "Tensor?"),
-        ),
+    if unknown:
+        raise names.not_an_argument(function, unknown)
+    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = lengths
+    if not (
+        sink is None and alibi_slopes is None and relative_bias is None and bias is None
+        and descale_q is None and descale_k is None and descale_v is None
+    ):  # fmt: skip
+        arguments.optional_tensors(
+            sink=sink, alibi_slopes=alibi_slopes, relative_bias=relative_bias, bias=bias,
+            descale_q=descale_q, descale_k=descale_k, descale_v=descale_v,
+        )  # fmt: skip
+    intervals, extremes = (None, None) if mask is None else intervals_of(mask)
+    left, right = arguments.window(window_size)
+    tensors = (CallTensors if type(q) is type(k) is type(v) is Tensor else _tensors_of)(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, sink, alibi_slopes, relative_bias, bias, intervals, extremes,
+        descale_q, descale_k, descale_v,
+    )  # fmt: skip
+    return tensors, CallOptions(
+        max_seqlen_q,
+        max_seqlen_k,
+        False if layout == "bshd" else arguments.is_bhsd(layout),
+        arguments.scale(softmax_scale, q),
+        softcap if type(softcap) is float else arguments.number("softcap", softcap),
+        causal if causal is True or causal is False else arguments.flag("causal", causal),
+        left,
+        right,
+        dropout_p if type(dropout_p) is float else arguments.number("dropout_p", dropout_p),
+        smooth_softmax
+        if smooth_softmax is True or smooth_softmax is False
+        else arguments.flag("smooth_softmax", smooth_softmax),
+        (
+            deterministic
+            if deterministic is True or deterministic is False
+            else arguments.flag("deterministic", deterministic)
+        )
+        or torch.are_deterministic_algorithms_enabled(),
+        invariant if invariant is True or invariant is False else arguments.flag("invariant", invariant),
+        None if origin is None else arguments.origin(origin),
+        None if out_dtype is None else arguments.dtype("out_dtype", out_dtype),
     )
-    made: dict[str, Any] = {}
-    exec(compile(text, __file__, "exec"), globals(), made)  # torch.compile reads the globals of this module
-    converted: Callable[..., Any] = made[function]
-    return converted
+
+
+def lists(*options: type) -> Callable[[Function], Function]:
+    """Makes inspect.signature() and help() list these options in place of **options, with the defaults that convert() has.
+
+    options: TypedDicts of options.py. names.not_an_argument() gets to know the arguments as well.
+    """
+    types = {name: annotation for each in options for name, annotation in each.__annotations__.items()}
+    shared = [
+        parameter.replace(annotation=getattr(types[name], "__forward_arg__", types[name]))
+        for name, parameter in inspect.signature(convert).parameters.items()
+        if name in types
+    ]
+
+    def decorated(function: Function) -> Function:
+        signature = inspect.signature(function)
+        own = [p for p in signature.parameters.values() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+        positional = [parameter for parameter in own if parameter.kind is not parameter.KEYWORD_ONLY]
+        others = [parameter for parameter in shared if parameter.name not in signature.parameters]
+        listed = [*positional, *others, *own[len(positional) :]]
+        function.__signature__ = signature.replace(parameters=listed)  # type: ignore[attr-defined]
+        return names.shown(function)
+
+    return decorated
 
 
 def lengths_of(
@@ -117,7 +113,8 @@ def lengths_of(
     )  # fmt: skip
 
 
-def _intervals_of(mask: Any) -> tuple[Tensor, Tensor]:
+def intervals_of(mask: Any) -> tuple[Tensor, Tensor]:
+    """The tensors of a Mask that the ops take."""
     checked = checked_mask(mask)
     return checked.intervals, checked.extremes()
 

@@ -7,8 +7,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from . import _C, arguments, kept, names, ops
-from .calls import DENSE, converter, lengths_of, results
+from . import _C, arguments, names, ops, tensor_cache
+from .calls import DENSE, intervals_of, lengths_of, results
 from .fp8 import FP8
 from .mask import Mask
 from .options import OPTIONS
@@ -18,17 +18,54 @@ class BlockTableError(ValueError, RuntimeError):
     """A sequence has more keys than its row of the block table can hold. A RuntimeError too, because flash-attn raises one."""
 
 
-_largest = kept.KeptForTensors()  # the maximum of each tensor of lengths that came with a block table
+_largest = tensor_cache.TensorCache()  # the maximum of each tensor of lengths that came with a block table
 
 # The tensors of a decoding call that forward() does not have, in the order of the op's schema (csrc/call/decode_call.cpp).
 _CACHE_TENSORS = (
     "k", "v", "rotary_cos", "rotary_sin", "cache_seqlens", "cache_batch_idx", "cache_leftpad", "block_table",
 )  # fmt: skip
-_OPTIONS = [option for option in OPTIONS if option.decodes]
-_options_of_call = converter(
-    "flash_attn_with_kvcache", _OPTIONS, leading="q", result="({tensors}, {numbers})", window="flash_attn_window"
-)  # fmt: skip
-_OUT_DTYPE = [option.name for option in _OPTIONS].index("out_dtype")
+_OUT_DTYPE = [option.name for option in OPTIONS if option.decodes].index("out_dtype")
+
+
+def _convert(
+    q: Tensor, lengths: tuple[Any, ...], *, softmax_scale: Any = None, causal: Any = False, window_size: Any = (-1, -1),
+    softcap: Any = 0.0, alibi_slopes: Any = None, sink: Any = None, smooth_softmax: Any = False, mask: Any = None, descale_q: Any = None, descale_k: Any = None,
+    descale_v: Any = None, out_dtype: Any = None, invariant: Any = False,
+) -> tuple[Any, ...]:  # fmt: skip
+    """Checks keyword arguments, and converts them to the arguments of the decoding ops that csrc/call/options.def describes.
+
+    As in calls.convert(), a value of the usual type costs no call of a function. lengths: those of lengths_of(), or DENSE.
+    """
+    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = lengths
+    if not (sink is None and alibi_slopes is None and descale_q is None and descale_k is None and descale_v is None):
+        arguments.optional_tensors(
+            sink=sink, alibi_slopes=alibi_slopes, descale_q=descale_q, descale_k=descale_k, descale_v=descale_v
+        )
+    intervals, extremes = (None, None) if mask is None else intervals_of(mask)
+    left, right = arguments.flash_attn_window(window_size)
+    return (
+        cu_seqlens_q,
+        cu_seqlens_k,
+        sink,
+        alibi_slopes,
+        intervals,
+        extremes,
+        descale_q,
+        descale_k,
+        descale_v,
+        max_seqlen_q,
+        max_seqlen_k,
+        arguments.scale(softmax_scale, q),
+        softcap if type(softcap) is float else arguments.number("softcap", softcap),
+        causal if causal is True or causal is False else arguments.flag("causal", causal),
+        left,
+        right,
+        smooth_softmax
+        if smooth_softmax is True or smooth_softmax is False
+        else arguments.flag("smooth_softmax", smooth_softmax),
+        invariant if invariant is True or invariant is False else arguments.flag("invariant", invariant),
+        None if out_dtype is None else arguments.dtype("out_dtype", out_dtype),
+    )
 
 
 def has_decoding(device: torch.device) -> bool:
@@ -62,11 +99,11 @@ def _check_room(lengths: Any, new_keys: Tensor | None, k_cache: Tensor, block_ta
     if lengths.dim() != 1 or not lengths.numel() or block_table.dim() != 2 or k_cache.dim() != 4:
         return  # the op's own checks raise where these are wrong
     if lengths.is_cpu:
-        if not kept.has_values(lengths):
+        if not tensor_cache.has_values(lengths):
             return
         largest = max(lengths.tolist())
     else:
-        if kept.state_of((lengths,)) is None or (lengths.is_cuda and torch.cuda.is_current_stream_capturing()):
+        if tensor_cache.state_of((lengths,)) is None or (lengths.is_cuda and torch.cuda.is_current_stream_capturing()):
             return
         largest = _largest.get([lengths], lambda: int(lengths.max()))
     new = 0 if new_keys is None else new_keys.shape[1]
@@ -85,7 +122,7 @@ def _call_op(
     """Checks and converts the arguments, and calls the op in the order of its schema (csrc/call/decode_call.cpp): (out, lse, max_logits).
 
     of_cache: the tensors that _CACHE_TENSORS names. length: of every sequence, -1 for whole caches or a tensor of lengths. options:
-    what _options_of_call returns. keeps_dtype: autocast does not cast out.
+    what _convert returns. keeps_dtype: autocast does not cast out.
     """
     result_dtype = arguments.autocast_dtype(q)
     if result_dtype is not None:
@@ -216,8 +253,8 @@ def flash_attn_with_kvcache(
         _check_room(cache_seqlens, k, k_cache, block_table)
     if not type(q) is type(k_cache) is type(v_cache) is Tensor:
         arguments.tensors(q=q, k_cache=k_cache, v_cache=v_cache)
-    options = _options_of_call(
-        q, DENSE, "bshd", softmax_scale=softmax_scale, causal=causal, window_size=window_size,
+    options = _convert(
+        q, DENSE, softmax_scale=softmax_scale, causal=causal, window_size=window_size,
         softcap=softcap, alibi_slopes=alibi_slopes, sink=sink, smooth_softmax=smooth_softmax, mask=mask,
         descale_q=descale_q, descale_k=descale_k, descale_v=descale_v, out_dtype=out_dtype, invariant=invariant,
     )  # fmt: skip
@@ -232,13 +269,13 @@ def flash_attn_with_kvcache(
 
 def paged_varlen_forward(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
-    block_table: Tensor, *, window_size: tuple[int, int] = (-1, -1), **options: Any,
+    block_table: Tensor, **options: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """flash_attn_varlen_func with a paged KV cache: q [total_q, Hq, D], k and v [pages, page_size, Hk, D] -> (out, lse)."""
     arguments.tensors(
         q=q, k_cache=k, v_cache=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, block_table=block_table
     )
     lengths = lengths_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    converted = _options_of_call(q, lengths, "bshd", window_size=window_size, **options)
+    converted = _convert(q, lengths, **options)
     out, lse, _ = _call_op(q, k, v, (*(None,) * (len(_CACHE_TENSORS) - 1), block_table), -1, converted)
     return out, lse

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
-from . import arguments, kept, ops
+from . import arguments, ops, tensor_cache
 from .mask_arguments import ALL_ROWS, check_depth_first, first_or_last, integers, reject_keys, runs_of, size_of
 
 
@@ -34,7 +34,7 @@ class Mask:
     place of hidden ones.
     """
 
-    # Cache of extremes(): the intervals it was computed from, their state then (kept.py), and the extremes. Not copied with the Mask.
+    # Cache of extremes(): the intervals it was computed from, their state then (tensor_cache.py), and the extremes. Not copied with the Mask.
     _extremes: tuple[Tensor, tuple[int, ...], Tensor] | None = None
 
     def __init__(self, intervals: Tensor) -> None:
@@ -315,12 +315,12 @@ class Mask:
             int32 [..., n, 4] in place of the [..., Sk, 2] of `intervals`.
         """
         intervals = self.intervals
-        state = kept.state_of((intervals,))
+        state = tensor_cache.state_of((intervals,))
         if state is None:
             return ops.mask_extremes(intervals)
         known = self._extremes
         if known is None or known[0] is not intervals or known[1] != state:
-            with kept.outside_of_modes():
+            with tensor_cache.outside_of_modes():
                 known = self._extremes = (intervals, state, ops.mask_extremes(intervals))
         return known[2]
 

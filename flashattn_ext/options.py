@@ -121,7 +121,6 @@ class SharedOptions(TypedDict, total=False):
     dropout_p: float
     smooth_softmax: bool
     sink: Tensor | None
-    rng_seed: int | None
     origin: tuple[int, ...] | None
 
 
@@ -138,18 +137,39 @@ class Fp8Options(TypedDict, total=False):
     out_dtype: torch.dtype | None
 
 
-class AttentionOptions(SharedOptions, BiasOptions, Fp8Options, total=False):
-    """Options of forward and varlen_forward."""
+class SeedOption(TypedDict, total=False):
+    rng_seed: int | None
+
+
+class ConvertedOptions(SharedOptions, BiasOptions, Fp8Options, total=False):
+    """The keyword arguments of calls.convert(), which has their defaults."""
 
     deterministic: bool
     invariant: bool
 
 
-class ReferenceOptions(SharedOptions, BiasOptions, Fp8Options, total=False):
+class AttentionOptions(ConvertedOptions, SeedOption, total=False):
+    """Options of forward and varlen_forward."""
+
+
+class ReferenceOptions(SharedOptions, BiasOptions, Fp8Options, SeedOption, total=False):
     """Options of attention_reference."""
 
 
-class BackwardOptions(SharedOptions, total=False):
+class WeightsOptions(BiasOptions, total=False):
+    """Options of attention_weights."""
+
+    causal: bool
+    window_size: tuple[int, int]
+    softmax_scale: float | None
+    softcap: float
+    mask: Mask | None
+    smooth_softmax: bool
+    sink: Tensor | None
+    origin: tuple[int, ...] | None
+
+
+class BackwardOptions(SharedOptions, SeedOption, total=False):
     """Options of backward without the biases, on which its return type depends."""
 
     dlse: Tensor | None

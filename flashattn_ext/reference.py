@@ -10,19 +10,18 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
 
 from . import arguments, calls, fp8, names
 from .mask import Mask, checked_mask
+from .options import ReferenceOptions, WeightsOptions
 from .philox import philox, philox_key
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-    from .options import ReferenceOptions
 
 # (b, q, k, v, start of the keys among packed ones) -> (out, lse, max_logits) of one batch entry, [heads, rows, head_dim], [heads, rows]
 # and [heads].
@@ -34,7 +33,7 @@ def dropout_threshold(dropout_p: float) -> int:
     return min(max(math.floor(256 * (1 - dropout_p) + 0.5), 1), 256)
 
 
-class _Place(NamedTuple):
+class _Positions(NamedTuple):
     """The position of a call's scores: the first batch entry and head, and the positions of its rows and keys."""
 
     batch: int
@@ -44,7 +43,7 @@ class _Place(NamedTuple):
     shift: int  # row i is aligned with the key at i + shift
 
     @classmethod
-    def of(cls, origin: tuple[int, ...] | None, Sq: int, Sk: int, device: torch.device) -> _Place:
+    def of(cls, origin: Sequence[int] | None, Sq: int, Sk: int, device: torch.device) -> _Positions:
         batch, head, row, key = (*origin, 0, 0)[:4] if origin is not None else (0, 0, 0, 0)
         rows, keys = torch.arange(Sq, device=device) + row, torch.arange(Sk, device=device) + key
         aligned_at_the_end = origin is None or len(origin) == 2
@@ -55,14 +54,14 @@ class _Place(NamedTuple):
         return self.keys - (self.rows + self.shift)[:, None]
 
 
-def _keep_mask(place: _Place, b: int, heads: int, threshold: int, seed: int) -> Tensor:
+def _keep_mask(positions: _Positions, b: int, heads: int, threshold: int, seed: int) -> Tensor:
     """The dropout mask of batch entry b: bool [heads, Sq, Sk]."""
-    device = place.rows.device
-    h = torch.arange(heads, device=device)[:, None, None] + place.head
-    i, j = place.rows[None, :, None], place.keys[None, None, :]
+    device = positions.rows.device
+    h = torch.arange(heads, device=device)[:, None, None] + positions.head
+    i, j = positions.rows[None, :, None], positions.keys[None, None, :]
     shape = torch.broadcast_shapes(h.shape, i.shape, j.shape)
     counter = [
-        torch.full(shape, place.batch + b, device=device),
+        torch.full(shape, positions.batch + b, device=device),
         (j // 64).expand(shape),
         (h * 64 + i % 8 * 8 + j % 8).expand(shape),
         (i // 16).expand(shape),
@@ -73,12 +72,12 @@ def _keep_mask(place: _Place, b: int, heads: int, threshold: int, seed: int) -> 
     return byte < threshold
 
 
-def _in_window(place: _Place, causal: bool, window_size: tuple[int, int]) -> Tensor:
+def _in_window(positions: _Positions, causal: bool, window_size: tuple[int, int]) -> Tensor:
     """bool [Sq, Sk], True where causal and window_size let a row see a key."""
     left, right = window_size
     if causal:
         right = 0
-    distance = place.distance()
+    distance = positions.distance()
     visible = torch.ones_like(distance, dtype=torch.bool)
     if left >= 0:
         visible &= distance >= -left
@@ -87,10 +86,10 @@ def _in_window(place: _Place, causal: bool, window_size: tuple[int, int]) -> Ten
     return visible
 
 
-def _in_intervals(place: _Place, intervals: Tensor, heads: int) -> Tensor:
+def _in_intervals(positions: _Positions, intervals: Tensor, heads: int) -> Tensor:
     """bool [heads, Sq, Sk] of the intervals [Hm, Sk, 2] of one batch entry."""
     first, last = intervals[:, None, :, 0], intervals[:, None, :, 1]
-    rows = place.rows[:, None]
+    rows = positions.rows[:, None]
     return ((rows >= first) & (rows < last)).repeat_interleave(heads // intervals.shape[0], 0)
 
 
@@ -104,13 +103,13 @@ class _Scores:
     relative_bias: Tensor | None  # [Hq, 2 L + 1]
     bias: Tensor | None  # [Hq or 1, Sq or 1, Sk]
 
-    def logits(self, products: Tensor, place: _Place) -> Tensor:
+    def logits(self, products: Tensor, positions: _Positions) -> Tensor:
         """Products [Hq, Sq, Sk] in the dtype of the inputs -> logits in the dtype of the statistics."""
         statistics = torch.promote_types(products.dtype, torch.float32)
         scores = (products * self.scale).to(statistics)
         if 0 < self.softcap < arguments.UNCAPPED:
             scores = self.softcap * torch.tanh(scores / self.softcap)
-        distance = place.distance()
+        distance = positions.distance()
         if self.alibi_slopes is not None:
             scores = _sum(scores, -self.alibi_slopes.to(statistics)[:, None, None] * distance.abs())
         if self.relative_bias is not None:
@@ -139,13 +138,13 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
         return a @ b
 
 
-def _visible_logits(q: Tensor, k: Tensor, scores_of: _Scores, place: _Place, visible: Tensor) -> Tensor:
+def _visible_logits(q: Tensor, k: Tensor, scores_of: _Scores, positions: _Positions, visible: Tensor) -> Tensor:
     """Logits [Hq, Sq, Sk] of q [Hq, Sq, D] and k [Hq, Sk, D]; -inf for keys that are masked, also by a bias."""
     if scores_of.bias is not None:
         visible = visible & ~torch.isneginf(scores_of.bias.detach())
     # Masked products are replaced before anything is computed from them, so that their gradients are not NaN.
     products = _product(q, k.transpose(-1, -2)).masked_fill(~visible, 0)
-    return scores_of.logits(products, place).masked_fill(~visible, -math.inf)
+    return scores_of.logits(products, positions).masked_fill(~visible, -math.inf)
 
 
 def _softmax(scores: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -168,13 +167,13 @@ def _softmax(scores: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, scores_of: _Scores, place: _Place, visible: Tensor, sink: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, scores_of: _Scores, positions: _Positions, visible: Tensor, sink: Tensor | None,
     keep: Tensor | None, p_keep: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """One batch entry: q [Hq, Sq, D], k [Hk, Sk, D], v [Hk, Sk, Dv] -> out [Hq, Sq, Dv], lse [Hq, Sq], max_logits [Hq]."""
     group = q.shape[0] // k.shape[0] if k.shape[0] else 1
     k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
-    scores = _visible_logits(q, k, scores_of, place, visible)
+    scores = _visible_logits(q, k, scores_of, positions, visible)
     weights, lse = _softmax(scores, sink)
     if keep is not None:
         weights = torch.where(keep, weights / p_keep, 0)
@@ -215,7 +214,7 @@ def attention_reference(
     layout: str = ..., return_lse: bool = ..., return_max_logits: bool = ...,
     **options: Unpack[ReferenceOptions],
 ) -> Tensor | tuple[Tensor, ...]: ...  # fmt: skip
-@names.shown
+@calls.lists(ReferenceOptions)
 def attention_reference(
     q: Tensor,
     k: Tensor,
@@ -223,27 +222,12 @@ def attention_reference(
     *more: Any,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softmax_scale: float | None = None,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    relative_bias: Tensor | None = None,
-    bias: Tensor | None = None,
     mask: Mask | None = None,
-    dropout_p: float = 0.0,
-    smooth_softmax: bool = False,
-    sink: Tensor | None = None,
     layout: str = "bshd",
     rng_seed: int | None = None,
-    origin: tuple[int, ...] | None = None,
-    descale_q: Tensor | None = None,
-    descale_k: Tensor | None = None,
-    descale_v: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
     return_lse: bool = False,
     return_max_logits: bool = False,
-    **unknown: Any,
+    **options: Any,
 ) -> Tensor | tuple[Tensor, ...]:
     """forward(), and with cu_seqlens varlen_forward(), in plain PyTorch; differentiable any number of times.
 
@@ -270,58 +254,54 @@ def attention_reference(
             out_dtype without float8_e4m3fn.
         TypeError: the type of an option is not as described.
     """
-    if more or unknown:
+    if more or not options.keys() <= ReferenceOptions.__annotations__.keys():
+        unknown = {name: value for name, value in options.items() if name not in ReferenceOptions.__annotations__}
         raise names.not_an_argument("attention_reference", unknown, more)
     arguments.tensors(q=q, k=k, v=v)
-    arguments.optional_tensors(
-        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, alibi_slopes=alibi_slopes, relative_bias=relative_bias, bias=bias,
-        sink=sink, descale_q=descale_q, descale_k=descale_k, descale_v=descale_v,
-    )  # fmt: skip
+    arguments.optional_tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    call, numbers = calls.convert("attention_reference", q, k, v, calls.DENSE, layout, **options)
+    q, k, v, alibi_slopes, bias, sink = call.q, call.k, call.v, call.alibi_slopes, call.bias, call.sink
     returns_lse = arguments.flag("return_lse", return_lse)
     returns_max_logits = arguments.flag("return_max_logits", return_max_logits)
-    threshold = dropout_threshold(arguments.number("dropout_p", dropout_p))
-    seed = arguments.seed(rng_seed)
+    threshold, seed = dropout_threshold(numbers.dropout_p), arguments.seed(rng_seed)
     if threshold < 256 and seed is None:
         raise ValueError("rng_seed: attention_reference needs a seed when dropout_p > 0, got None")
-    bhsd, causal, window = arguments.is_bhsd(layout), arguments.flag("causal", causal), arguments.window(window_size)
     packed = cu_seqlens_q is not None and cu_seqlens_k is not None
     if not packed and (cu_seqlens_q is not None or cu_seqlens_k is not None):
         raise ValueError("cu_seqlens: cu_seqlens_q and cu_seqlens_k must be given together")
     result_dtype = None
     if k.dtype == fp8.FP8:
-        result_dtype, axis = fp8.dtype_of_out(q, out_dtype), 1 if packed or bhsd else 2
+        result_dtype, axis = fp8.dtype_of_out(q, numbers.out_dtype), 1 if packed or numbers.bhsd else 2
         starts_q, starts_k = (None if cu is None else cu.tolist() for cu in (cu_seqlens_q, cu_seqlens_k))
-        q = fp8.values(q, descale_q, axis, starts_q)
-        k, v = fp8.values(k, descale_k, axis, starts_k), fp8.values(v, descale_v, axis, starts_k)
-    elif any(given is not None for given in (descale_q, descale_k, descale_v, out_dtype)):
+        q = fp8.values(q, call.descale_q, axis, starts_q)
+        k, v = fp8.values(k, call.descale_k, axis, starts_k), fp8.values(v, call.descale_v, axis, starts_k)
+    elif any(given is not None for given in (call.descale_q, call.descale_k, call.descale_v, numbers.out_dtype)):
         raise ValueError(
             f"descale_q, descale_k, descale_v, out_dtype: expected None for keys of {k.dtype}, only float8_e4m3fn has them"
         )
     if packed and bias is not None:
         raise ValueError(f"bias: expected None with packed sequences, got shape {tuple(bias.shape)}")
-    scale, cap, given_mask = (
-        arguments.scale(softmax_scale, q), arguments.number("softcap", softcap), None if mask is None else checked_mask(mask)
-    )  # fmt: skip
-    heads = q.shape[1 if packed or bhsd else 2]
-    if arguments.flag("smooth_softmax", smooth_softmax) and sink is None:
+    given_mask = None if mask is None else checked_mask(mask)
+    heads = q.shape[1 if packed or numbers.bhsd else 2]
+    if numbers.smooth_softmax and sink is None:
         sink = torch.zeros(heads, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
 
     def entry(b: int, q_b: Tensor, k_b: Tensor, v_b: Tensor, first_key: int) -> tuple[Tensor, Tensor, Tensor]:
         Sq, Sk = q_b.shape[1], k_b.shape[1]
-        place = _Place.of(origin, Sq, Sk, q.device)
-        keep = None if seed is None else _keep_mask(place, b, heads, threshold, seed)
-        visible = _in_window(place, causal, window)
+        positions = _Positions.of(numbers.origin, Sq, Sk, q.device)
+        keep = None if seed is None else _keep_mask(positions, b, heads, threshold, seed)
+        visible = _in_window(positions, numbers.causal, (numbers.window_left, numbers.window_right))
         if given_mask is not None:
             intervals = given_mask.intervals
             of_entry = intervals if packed else intervals[b if intervals.shape[0] > 1 else 0]
-            visible = visible & _in_intervals(place, of_entry[:, first_key : first_key + Sk], heads)
+            visible = visible & _in_intervals(positions, of_entry[:, first_key : first_key + Sk], heads)
         slopes = None if alibi_slopes is None else alibi_slopes[b] if alibi_slopes.dim() == 2 else alibi_slopes
         bias_b = None if bias is None else bias[b if bias.shape[0] > 1 else 0]
-        scores_of = _Scores(scale, cap, slopes, relative_bias, bias_b)
-        return _attend(q_b, k_b, v_b, scores_of, place, visible, sink, keep, threshold / 256)
+        scores_of = _Scores(numbers.softmax_scale, numbers.softcap, slopes, call.relative_bias, bias_b)
+        return _attend(q_b, k_b, v_b, scores_of, positions, visible, sink, keep, threshold / 256)
 
     if cu_seqlens_q is None or cu_seqlens_k is None:
-        out, lse, max_logits = _dense(entry, q, k, v, bhsd)
+        out, lse, max_logits = _dense(entry, q, k, v, numbers.bhsd)
     else:
         out, lse, max_logits = _packed(entry, q, k, v, cu_seqlens_q.tolist(), cu_seqlens_k.tolist())
     out = out if result_dtype is None else out.to(result_dtype)
@@ -331,29 +311,17 @@ def attention_reference(
 
 
 _WEIGHTS_AT_ONCE = 1 << 20  # elements of the temporaries of attention_weights
-_call_of_weights = calls.converter("attention_weights")
 
 
-@names.shown
+@calls.lists(WeightsOptions)
 @torch.no_grad()
 def attention_weights(
     q: Tensor,
     k: Tensor,
     rows: Sequence[int] | Tensor,
     *more: Any,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softmax_scale: float | None = None,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    relative_bias: Tensor | None = None,
-    bias: Tensor | None = None,
-    mask: Mask | None = None,
-    smooth_softmax: bool = False,
-    sink: Tensor | None = None,
     layout: str = "bshd",
-    origin: tuple[int, ...] | None = None,
-    **unknown: NoReturn,
+    **options: Unpack[WeightsOptions],
 ) -> Tensor:
     """The attention weights of selected rows, for inspection: the weights of forward() without dropout.
 
@@ -377,34 +345,32 @@ def attention_weights(
         ValueError: a shape or a value is not as described.
         TypeError: a type or a dtype is not as described.
     """
-    if more or unknown:
+    if more or not options.keys() <= WeightsOptions.__annotations__.keys():
+        unknown = {name: value for name, value in options.items() if name not in WeightsOptions.__annotations__}
         raise names.not_an_argument("attention_weights", unknown, more)
     arguments.tensors(q=q, k=k)
     if fp8.FP8 in (q.dtype, k.dtype):
         raise TypeError(
             f"q: expected no float8_e4m3fn, got {q.dtype} and {k.dtype} of k; pass element * descale in float32"
         )
-    tensors, options = _call_of_weights(
-        q, k, k, calls.DENSE, layout, causal=causal, window_size=window_size, softmax_scale=softmax_scale, softcap=softcap,
-        alibi_slopes=alibi_slopes, relative_bias=relative_bias, bias=bias, mask=mask, smooth_softmax=smooth_softmax, sink=sink,
-        origin=origin,
-    )  # fmt: skip
+    tensors, numbers = calls.convert("attention_weights", q, k, k, calls.DENSE, layout, **options)
     tensors = calls.autocast(tensors)
-    calls.check(tensors, options)
+    calls.check(tensors, numbers)
     q, k, bias, intervals = tensors.q, tensors.k, tensors.bias, tensors.mask_intervals
-    q, k = (t if options.bhsd else t.transpose(1, 2) for t in (q, k))
+    alibi_slopes, relative_bias, sink = tensors.alibi_slopes, tensors.relative_bias, tensors.sink
+    q, k = (t if numbers.bhsd else t.transpose(1, 2) for t in (q, k))
     (B, heads, Sq, _), (Hk, Sk) = q.shape, k.shape[1:3]
     chosen = _row_numbers(rows, Sq, q.device)
-    if options.smooth_softmax:
+    if numbers.smooth_softmax:
         sink = torch.zeros(heads, device=q.device)
-    whole = _Place.of(origin, Sq, Sk, q.device)
-    place = whole._replace(rows=whole.rows[chosen])
+    whole = _Positions.of(numbers.origin, Sq, Sk, q.device)
+    positions = whole._replace(rows=whole.rows[chosen])
     statistics = torch.promote_types(q.dtype, torch.float32)
 
     def logits(b: int, h: int, rows: slice, keys: slice) -> Tensor:
         """[1, rows, keys]"""
-        part = place._replace(rows=place.rows[rows], keys=place.keys[keys])
-        visible = _in_window(part, options.causal, (options.window_left, options.window_right))
+        part = positions._replace(rows=positions.rows[rows], keys=positions.keys[keys])
+        visible = _in_window(part, numbers.causal, (numbers.window_left, numbers.window_right))
         if intervals is not None:
             of_head = intervals[min(b, intervals.shape[0] - 1), h * intervals.shape[1] // heads, keys]
             visible = visible & _in_intervals(part, of_head[None], 1)
@@ -416,7 +382,7 @@ def attention_weights(
         if added is not None and added.shape[1] > 1:
             added = added[:, chosen[rows]]
         q_part, k_part = q[b, h, chosen[rows]].to(statistics), k[b, h * Hk // heads, keys].to(statistics)
-        scores_of = _Scores(options.softmax_scale, options.softcap, slopes, relative, added)
+        scores_of = _Scores(numbers.softmax_scale, numbers.softcap, slopes, relative, added)
         return _visible_logits(q_part[None], k_part[None], scores_of, part, visible)
 
     weights = torch.empty(B, heads, len(chosen), Sk, dtype=torch.float32, device=q.device)

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from . import arguments, jagged, names, ops, placed
-from .api import show_shared_options, varlen_forward
-from .calls import autocast, converter, lengths_of
-from .options import differentiable, keeps_centres
+from . import arguments, dropout_padding, jagged, names, ops
+from .calls import autocast, convert, lengths_of, lists
+from .options import ConvertedOptions, differentiable, keeps_centres
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-    from .options import AttentionOptions
-
-_call_of_supports = converter("supports", takes_unknown=True)
 
 
 class Support(NamedTuple):
@@ -32,6 +26,7 @@ class Support(NamedTuple):
         return not self.refusal
 
 
+@lists(ConvertedOptions)
 def supports(
     q: Tensor,
     k: Tensor,
@@ -43,8 +38,9 @@ def supports(
     max_seqlen_k: int = 0,
     layout: str = "bshd",
     return_lse: bool = False,
+    rng_seed: int | None = None,
     return_max_logits: bool = False,
-    **options: Unpack[AttentionOptions],
+    **options: Unpack[ConvertedOptions],
 ) -> Support:
     """Whether forward() or, with cu_seqlens, varlen_forward() can run a call, and whether slowly; runs nothing.
 
@@ -52,6 +48,7 @@ def supports(
 
     Args:
         layout: "bshd" or "bhsd", as in forward().
+        rng_seed: as in forward(); changes nothing.
         return_lse: as in forward(); changes nothing.
 
     Returns:
@@ -71,7 +68,7 @@ def supports(
         raise names.not_an_argument("supports", {}, more)
     lengths: tuple[Any, ...] = lengths_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     arguments.optional_tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    arguments.seed(options.pop("rng_seed", None))
+    arguments.seed(rng_seed)
     arguments.flag("return_lse", return_lse)
     return_max_logits = arguments.flag("return_max_logits", return_max_logits)
     if getattr(q, "is_nested", False):
@@ -83,10 +80,10 @@ def supports(
         (q, k, v), lengths = jagged.packed(layout, q=q, k=k, v=v)
         layout = "bshd"
     try:
-        tensors, numbers = _call_of_supports(q, k, v, lengths, layout, **options)
+        tensors, numbers = convert("supports", q, k, v, lengths, layout, **options)
         tensors = autocast(tensors)
-        if placed.is_off(tensors, numbers):
-            tensors, numbers = placed.padded(tensors, numbers)
+        if dropout_padding.is_needed(tensors, numbers):
+            tensors, numbers = dropout_padding.padded(tensors, numbers)
         given = [t for t in differentiable(tensors) if t is not None]
         gradients = torch.is_grad_enabled() and any(t.requires_grad for t in given)
         tangents = any(arguments.has_tangent(t) for t in given)
@@ -95,14 +92,3 @@ def supports(
     except NotImplementedError as refusal:
         return Support("", str(refusal), "")
     return Support(backend, "", slow)
-
-
-_own = inspect.signature(supports).parameters
-show_shared_options(
-    supports,
-    {
-        name: parameter
-        for name, parameter in inspect.signature(varlen_forward).parameters.items()
-        if parameter.kind is parameter.KEYWORD_ONLY and name not in _own
-    },
-)

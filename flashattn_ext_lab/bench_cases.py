@@ -49,7 +49,7 @@ class Case:
     score: str = ""  # a key of SCORE_OPTIONS
     pattern: str = ""  # a key of PATTERNS
     Dv: int = 0  # head dim of v; 0: D
-    window: int = 0  # of a causal row: the most keys that a query sees, its own included; 0: all
+    window: int = 0  # with causal, the most keys that a query sees, its own included; 0: all
     deterministic: bool = False
     derivative: str = ""  # a key of DERIVATIVES, in place of a forward or backward
     invariant: bool = False
@@ -140,7 +140,7 @@ def _square(tokens: int, S: int, D: int, causal: bool, dtype: str = "bf16", **op
 
 
 WAYS = (False, True)
-LENGTHS = drawn_lengths(16384, functools.partial(random.Random(0).randint, 128, 4096))  # of packed sequences
+LENGTHS = drawn_lengths(16384, functools.partial(random.Random(0).randint, 128, 4096))  # lengths of packed sequences
 LONG_PATTERNS = ("documents", "one document", "window")
 SETS: dict[str, list[Case]] = {
     "fa_paper": [

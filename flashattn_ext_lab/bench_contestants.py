@@ -41,7 +41,7 @@ FLASH_MODULES = {
     CUDNN_FP8: ("cudnn", "pygraph"),
 }
 PEERS = (*TORCH_BACKENDS, *FLASH_MODULES, FLEX)
-SDPA, UNFUSED = "torch SDPA", "unfused"  # of the experiments: PyTorch chooses its kernel; separate steps of PyTorch
+SDPA, UNFUSED = "torch SDPA", "unfused"  # for the experiments: PyTorch chooses its kernel; separate steps of PyTorch
 MATH_LIMIT_BYTES = 8 << 30  # size of one 16-bit B x H x S x S matrix; math keeps several, in 32 bits
 BIAS_LIMIT_BYTES = 8 << 30  # size of one 16-bit H x S x S matrix; building it takes several times as much
 
@@ -143,7 +143,7 @@ class Extras:
 
     @property
     def keywords(self) -> dict[str, Any]:
-        """Of `forward`."""
+        """The keyword arguments of `forward`."""
         keywords = {self.option.keyword: self.value} if self.option else {}
         return keywords | ({"mask": self.mask} if self.mask else {})
 

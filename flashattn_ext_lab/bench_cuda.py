@@ -30,7 +30,7 @@ RNG_SEED = 1234
 # Milliseconds of each call without a pause, as in training, and how often: at the power limit clocks fall, most for the kernels
 # that spend the most energy per product.
 SUSTAINED_MS, SUSTAINED_ROUNDS = 200.0, 3
-WIDTH = 320  # of piped tables, which are wider than the others
+WIDTH = 320  # width of piped tables, which are wider than the others
 
 
 def running_backend(requested: str | None) -> str:

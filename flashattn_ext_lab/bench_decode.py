@@ -102,7 +102,7 @@ class Bench:
     def rotating(self, case: Case, call: Callable[..., Any], backward: bool = False) -> Callable[[], object]:
         """`call` with a query and the next pair of caches each time, or its backward."""
         torch.manual_seed(0)
-        dtype = DTYPES[case.dtype]  # of the cache; a query for fp8 is bfloat16
+        dtype = DTYPES[case.dtype]  # dtype of the cache; a query for fp8 is bfloat16
         options: dict[str, Any] = {"dtype": torch.bfloat16 if case.dtype == "fp8" else dtype, "device": self.device}
         shape = (case.B, case.capacity(), case.Hk, case.D)
         pairs = 1 if self.quick else max(-(-ROTATION_BYTES // max(case.bytes, 1)), 1)

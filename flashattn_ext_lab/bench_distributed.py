@@ -106,7 +106,7 @@ def _measure_case(case: Case, device: torch.device, rounds: int, trace: str | No
 @contextlib.contextmanager
 def _prepared(name: str, case: Case, device: torch.device) -> Iterator[tuple[Step, list[Tensor]]]:
     """A contestant's forward, and the tensors whose gradients are computed: those of this rank, or on one device all."""
-    whole = [t.detach() for t in inputs(case, device)[:3]]  # the same on every rank
+    whole = [t.detach() for t in inputs(case, device)[:3]]  # every rank has the same
     if name in TORCH:
         from torch.distributed.tensor.experimental import context_parallel
 

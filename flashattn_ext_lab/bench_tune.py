@@ -152,7 +152,7 @@ def measure_job(job: Job, device: str, quick: bool) -> dict[str, Any]:
     call = timed_call(case, OURS, *inputs(case, device), rng_seed)
     calls = {tile.name: functools.partial(tile.run, call) for tile in job.tiles}
     differences: dict[str, float] = {}
-    expected: list[Tensor] = []  # of the default tile, which comes first
+    expected: list[Tensor] = []  # results of the default tile, which comes first
     for name, run in calls.items():
         with reported(name, failures):
             results = tensors_of(run())

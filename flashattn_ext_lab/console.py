@@ -137,7 +137,7 @@ def _number(kind: Callable[[str], Any], holds: Callable[[Any], bool], accepted: 
 
 
 positive = _number(int, lambda n: 0 < n < 2**31, "whole numbers from 1 to 2**31 - 1")  # C++ keeps sizes as int
-seed = _number(int, lambda n: 0 <= n < 2**64, "whole numbers from 0 to 2**64 - 1")  # of PyTorch's generators
+seed = _number(int, lambda n: 0 <= n < 2**64, "whole numbers from 0 to 2**64 - 1")  # the seeds of PyTorch's generators
 fraction = _number(float, lambda x: 0 <= x < 1, "numbers from 0 up to, not including, 1")
 above_zero = _number(float, lambda x: 0 < x < math.inf, "positive numbers")
 zero_or_more = _number(float, lambda x: 0 <= x < math.inf, "numbers from 0 on")

@@ -103,10 +103,11 @@ def _compiler() -> Finding:
 
 def _extension(import_error: Exception | None) -> list[Finding]:
     if import_error:
-        # The messages of _build.py and _place.py end with what to do.
+        # The messages of _build.py and _package_folder.py end with what to do.
         problem, _, fix = str(import_error).rpartition("; ")
         return [Finding("extension", problem or fix, False, fix if problem else REBUILD)]
-    found, running = Path(flashattn_ext.__file__).parent, flashattn_ext.__path__[0]  # _place.py lets them differ
+    # _package_folder.py lets these differ.
+    found, running = Path(flashattn_ext.__file__).parent, flashattn_ext.__path__[0]
     elsewhere = "" if found == Path(running) else f", the installed one: the sources in {found} are not built in place"
     info, ascend = flashattn_ext.build_info(), _ascend()
     findings = [Finding("package", f"{running}{elsewhere}")]

@@ -22,7 +22,7 @@ from flashattn_ext.integrations import sdpa
 PATIENCE_SECONDS = 180  # importing torch_npu and loading the kernels takes half a minute on a busy machine
 DEVICE = "npu"
 PATTERN = 255  # in every byte: NaN in a floating-point type
-LIMITS = ((torch.float16, 1e-2), (torch.bfloat16, 3e-2), (torch.float32, 1e-4))  # of relative differences
+LIMITS = ((torch.float16, 1e-2), (torch.bfloat16, 3e-2), (torch.float32, 1e-4))  # the largest relative differences
 Results = TypeVar("Results", bound=tuple[Tensor, ...])
 
 

@@ -14,7 +14,7 @@ import flashattn_ext
 
 TIMES, WARMUP, RUNS, LAUNCHES = 1000, 3, 10, 100
 ROWS, COLUMNS = 128, (64, 128, 256)
-GIGAHERTZ = 1.8  # of the model
+GIGAHERTZ = 1.8  # the clock of the model
 REPORT = Path(__file__).parents[1] / "build" / "npu_report.txt"
 
 
@@ -34,7 +34,7 @@ def table() -> str:
             raise RuntimeError(error.decode())
 
     def microseconds(columns: int, times: int, fractals: bool, launches: int) -> float:
-        """Of one launch."""
+        """The time of one launch."""
         found = []
         for _ in range(WARMUP + RUNS):
             begin, end = (torch.npu.Event(enable_timing=True) for _ in range(2))

@@ -37,7 +37,7 @@ class Pattern:
     make: Callable[[int, Device], Mask]
     causal: bool  # whether the call gets causal=True as well
     rule: Callable[[int, Device], Rule]  # the whole mask, causal included, as FlexAttention takes it
-    lengths: Callable[[int], tuple[int, ...]] | None = None  # of the sequences of an equivalent packed call
+    lengths: Callable[[int], tuple[int, ...]] | None = None  # lengths of an equivalent packed call
 
     def whole(self, S: int, device: Device = "cpu") -> Mask:
         """With what causal hides."""

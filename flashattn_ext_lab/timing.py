@@ -22,7 +22,7 @@ from .console import one_line
 Calls = Mapping[str, Callable[[], object]]
 Around = Callable[[str], contextlib.AbstractContextManager[Any]]
 BURST_MS, MAX_LAUNCHES = 5.0, 20  # launches between two events: about this long, at most so many
-ROUNDS, QUICK_ROUNDS = 15, 3  # of bursts on a GPU
+ROUNDS, QUICK_ROUNDS = 15, 3  # rounds of bursts on a GPU
 SECONDS, QUICK_SECONDS = 2.0, 0.05  # elsewhere, for each group of interleaved calls, within these numbers of rounds
 MIN_ROUNDS, QUICK_MIN_ROUNDS, MAX_ROUNDS = 5, 3, 1000
 HEAD_START_CYCLES = 5_000_000  # about 3 ms, in which the host queues a burst of short launches

@@ -37,7 +37,7 @@ from .trainer import PACKING, TrainConfig, Trainer
 DTYPES = ("float32", "bfloat16")
 SAMPLE_PROMPT = b"\nThe "
 SAMPLE_TEMPERATURE = 0.7
-CURVE_POINTS = 100  # of the training loss, each a mean
+CURVE_POINTS = 100  # points of the training loss, each a mean
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -129,7 +129,7 @@ def _finish(trainer: Trainer, sample_bytes: int) -> None:
     _, loss = trainer.validation_losses[-1]
     _write_loss_curve(trainer)
     _write_metrics(trainer, loss)
-    # The same weights and seed write the same text.
+    # Equal weights and seeds write equal texts.
     generator = torch.Generator().manual_seed(trainer.config.seed)
     trainer.model.eval()
     trainer.model.shared = None  # one rank writes

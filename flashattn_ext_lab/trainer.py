@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 ALONE = Layout()  # one process
 FINAL_RATE = 0.05  # where the cosine ends, as a fraction of the peak
 ADAM_BETAS = (0.9, 0.95)
-LINES = 20  # of a whole run without a terminal
-SHOWN_LOSSES = 20  # of the last steps, whose mean is shown
+LINES = 20  # lines of a whole run without a terminal
+SHOWN_LOSSES = 20  # number of last steps whose mean is shown
 LOGS = ("train_losses", "validation_losses", "max_logits")  # attributes that grow with the steps
 
 

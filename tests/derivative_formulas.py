@@ -75,15 +75,15 @@ class _Weights:
         self.u = None if tangents.q is None else _rows_of(tangents.q, at.b, at.rows, options, packed)
         self.w, self.x = (None if x is None else self._shared(x) for x in (tangents.k, tangents.v))
         Sk = self.k.shape[1]
-        self.place = place = reference._Place.of(
+        self.positions = positions = reference._Positions.of(
             None if options.origin is None else tuple(options.origin), Sq, Sk, self.q.device
         )
-        self.distance = place.distance()
-        visible = reference._in_window(place, options.causal, (options.window_left, options.window_right))
+        self.distance = positions.distance()
+        visible = reference._in_window(positions, options.causal, (options.window_left, options.window_right))
         visible = visible.expand(heads, Sq, Sk)
         if t.mask_intervals is not None:
             intervals = t.mask_intervals if packed else _of_entry(t.mask_intervals, at.b)
-            visible = visible & reference._in_intervals(place, intervals[:, at.keys], heads)
+            visible = visible & reference._in_intervals(positions, intervals[:, at.keys], heads)
         product = options.softmax_scale * self.q @ self.k.mT
         bent = torch.tanh(product / options.softcap) if options.softcap else torch.zeros_like(product)
         self.slope = 1 - bent**2
@@ -98,7 +98,7 @@ class _Weights:
         self.m = torch.ones_like(self.p)  # keep / p_keep
         if rng_state is not None and options.dropout_p > 0:
             threshold = reference.dropout_threshold(options.dropout_p)
-            keep = reference._keep_mask(place, at.b, heads, threshold, int(rng_state[0]))
+            keep = reference._keep_mask(positions, at.b, heads, threshold, int(rng_state[0]))
             self.m = keep.to(self.p) * (256 / threshold)
         # Tangents of the products, of the logits and of lse.
         self.products = torch.zeros_like(product)
@@ -161,8 +161,8 @@ class _Weights:
         dv = (weights * (self.A - a[..., None])).mT @ dout
         for total, part, rows in ((into.q, dq, at.rows), (into.k, dk, at.keys), (into.v, dv, at.keys)):
             assert total is not None
-            place = _rows_of(total, at.b, rows, options, self.packed)
-            place += part.unflatten(0, (place.shape[0], -1)).sum(1)
+            of_group = _rows_of(total, at.b, rows, options, self.packed)
+            of_group += part.unflatten(0, (of_group.shape[0], -1)).sum(1)
         if into.sink is not None:
             into.sink.add_((self.p_sink * (-delta * (self.ts[:, None] - a) - r)).sum(-1))
         if into.alibi_slopes is not None:

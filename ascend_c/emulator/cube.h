@@ -167,9 +167,9 @@ void LoadData(const LocalTensor<T>& dst, const LocalTensor<T>& src, const LoadDa
   ascend_emulator::core().issue({PIPE_MTE1, "LoadData", site, cycles, 0, 0, {}, std::move(run)});
 }
 
-// The transpose of mExtension rows and kExtension columns of a matrix of fp32 in L1 (NZ, l1W rows), which is an image
-// of one row under a filter of one point. In L0A rows of fractals are as long as a multiple of 16 lanes. No other use
-// of this instruction is emulated.
+// The transpose of mExtension rows and kExtension columns of a matrix of fp32 in L1 (NZ, l1W rows), which is an
+// image of one row under a filter of one point. In L0A rows of fractals are as long as a multiple of 16 lanes. No
+// other use of this instruction is emulated.
 template <typename T>
 void LoadData(const LocalTensor<T>& dst, const LocalTensor<T>& src, const LoadData3DParamsV2<T>& p,
               Site site = Site::here()) {
@@ -353,7 +353,7 @@ void Fixpipe(const GlobalTensor<T>& dst, const LocalTensor<U>& src, const Fixpip
              Site site = Site::here()) {
   using namespace ascend_emulator;
   static_assert(std::is_same_v<U, float>, "the emulator's Fixpipe supports float only");
-  const bool strips = config.format == CO2Layout::NZ;  // of 16 columns, one after the other
+  const bool strips = config.format == CO2Layout::NZ;  // strips of 16 columns follow each other
   const QuantMode_t mode = std::is_same_v<T, half> ? F322F16 : std::is_same_v<T, bfloat16_t> ? F322BF16 : NoQuant;
   if (p.quantPre != mode) fail(site, "Fixpipe: quantPre does not match the type of the destination");
   p.nSize.check("Fixpipe: nSize", site, 1, 4095);

@@ -15,20 +15,20 @@ Core& core() { return *current; }
 
 Machine::Machine(KernelMetaType type, int blocks, const Options& options, GlobalMemory& gm, Report& report)
     : type_(type), options_(options), gm_(gm), report_(report), random_(options.seed) {
-  std::vector<Place> places;
+  std::vector<CorePosition> positions;
   for (int block = 0; block < blocks; ++block) {
     const bool mixed = type == AscendC::KERNEL_TYPE_MIX_AIC_1_2;
-    if (mixed) places.push_back({CoreKind::aic, block, 0, blocks, mixed});
-    for (int sub = 0; sub < (mixed ? 2 : 1); ++sub) places.push_back({CoreKind::aiv, block, sub, blocks, mixed});
+    if (mixed) positions.push_back({CoreKind::aic, block, 0, blocks, mixed});
+    for (int sub = 0; sub < (mixed ? 2 : 1); ++sub) positions.push_back({CoreKind::aiv, block, sub, blocks, mixed});
   }
-  cores_.resize(places.size());  // pipes() counts them
-  for (size_t n = 0; n < places.size(); ++n) {
-    cores_[n] = std::make_unique<Core>(int(n), places[n], *this, options, gm, report);
+  cores_.resize(positions.size());  // pipes() counts them
+  for (size_t n = 0; n < positions.size(); ++n) {
+    cores_[n] = std::make_unique<Core>(int(n), positions[n], *this, options, gm, report);
     coroutines_.push_back(std::make_unique<Coroutine>());
   }
 }
 
-// ------------------------------------------------------------------------------------------------------- coroutines
+// --- coroutines -----------------------------------------------------------------------------------------------------
 
 void Machine::entry(unsigned low, unsigned high) {
   reinterpret_cast<Machine*>(uintptr_t(low) | uintptr_t(high) << 32)->body();
@@ -151,13 +151,13 @@ void Machine::stop_stuck_cores() {
     if (!coroutines_[n]->done) resume(int(n));
 }
 
-// ------------------------------------------------------------------------------------------------- flags between cores
+// --- flags between cores --------------------------------------------------------------------------------------------
 
 std::vector<int> Machine::group(const Core& core, int mode) const {
   std::vector<int> members;
   for (const auto& other : cores_) {
-    const bool same_kind = other->place_.kind == core.place_.kind,
-               same_block = other->place_.block == core.place_.block;
+    const bool same_kind = other->position_.kind == core.position_.kind,
+               same_block = other->position_.block == core.position_.block;
     if (same_kind && (mode == 0 || same_block)) members.push_back(other->number_);
   }
   return members;
@@ -167,7 +167,7 @@ std::vector<int> Machine::receivers(const Core& core, int mode) const {
   if (mode != 2) return group(core, mode);
   std::vector<int> others;
   for (const auto& other : cores_)
-    if (other->place_.kind != core.place_.kind && other->place_.block == core.place_.block)
+    if (other->position_.kind != core.position_.kind && other->position_.block == core.position_.block)
       others.push_back(other->number_);
   return others;
 }
@@ -204,8 +204,8 @@ void Machine::wait(Core& core, int id, Site site) {
   received.pop_front();
 }
 
-bool Machine::copies_there(const Core& core, const GmPlace& place, double begin, double end) {
-  auto& copies = copies_[place];
+bool Machine::copies_there(const Core& core, const GmRange& range, double begin, double end) {
+  auto& copies = copies_[range];
   const bool shared = std::any_of(copies.begin(), copies.end(), [&](const auto& other) {
     return other.first != core.number_ && begin < other.second.second && other.second.first < end;
   });

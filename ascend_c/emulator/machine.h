@@ -30,9 +30,9 @@ class Machine {
   void wait(Core& core, int id, Site site);
   // Waits until every core (or every AIV) is here.
   void meet(Core& core, bool vector_only, Site site);
-  // Notes that a core copies from this place at this modelled time, and returns whether another core does too. Of the
+  // Notes that a core copies from this range at this modelled time, and returns whether another core does too. Of the
   // two, the core that runs later here is told.
-  bool copies_there(const Core& core, const GmPlace& place, double begin, double end);
+  bool copies_there(const Core& core, const GmRange& range, double begin, double end);
   // A point where another core may run first (random mode).
   void pause();
 
@@ -84,8 +84,8 @@ class Machine {
     double time = 0;
   };
   std::map<bool, Meeting> meetings_;
-  // When each core last copied from a place in GM, in modelled time.
-  std::map<GmPlace, std::map<int, std::pair<double, double>>> copies_;
+  // When each core last copied from a range of GM, in modelled time.
+  std::map<GmRange, std::map<int, std::pair<double, double>>> copies_;
   std::mt19937_64 random_;
 };
 
@@ -101,7 +101,7 @@ Report launch(KernelMetaType type, int blocks, const Options& options, GlobalMem
 #define GM_ADDR __gm__ uint8_t*
 // In the device header these end in `constexpr(...)`, so that `if ASCEND_IS_AIC {` is the only form that compiles
 // there. The same holds here: `if (ASCEND_IS_AIC)` does not compile.
-#define ASCEND_EMULATOR_IS(which) constexpr(true) if (ascend_emulator::core().place().kind == which)
+#define ASCEND_EMULATOR_IS(which) constexpr(true) if (ascend_emulator::core().position().kind == which)
 #define ASCEND_IS_AIV ASCEND_EMULATOR_IS(ascend_emulator::CoreKind::aiv)
 #define ASCEND_IS_AIC ASCEND_EMULATOR_IS(ascend_emulator::CoreKind::aic)
 #define KERNEL_TASK_TYPE_DEFAULT(type) ascend_emulator::check_kernel_type(AscendC::type)
@@ -127,13 +127,13 @@ using ascend_emulator::Site;
 // Kernels without TPipe call it first.
 inline void InitSocState() { ascend_emulator::core().reset_registers(); }
 
-inline int64_t GetSubBlockIdx() { return ascend_emulator::core().place().sub; }
-inline int64_t GetBlockNum() { return ascend_emulator::core().place().blocks; }
+inline int64_t GetSubBlockIdx() { return ascend_emulator::core().position().sub; }
+inline int64_t GetBlockNum() { return ascend_emulator::core().position().blocks; }
 inline int64_t GetTaskRation() {
-  const auto& place = ascend_emulator::core().place();
-  return place.mixed && place.kind == ascend_emulator::CoreKind::aiv ? 2 : 1;
+  const auto& position = ascend_emulator::core().position();
+  return position.mixed && position.kind == ascend_emulator::CoreKind::aiv ? 2 : 1;
 }
-inline int64_t GetBlockIdx() { return ascend_emulator::core().place().block * GetTaskRation() + GetSubBlockIdx(); }
+inline int64_t GetBlockIdx() { return ascend_emulator::core().position().block * GetTaskRation() + GetSubBlockIdx(); }
 
 template <HardEvent event>
 void SetFlag(int32_t eventID, Site site = Site::here()) {

@@ -27,7 +27,7 @@ enum class Memory : uint8_t { ub, l1, l0a, l0b, l0c };
 struct MemoryInfo {
   const char* name;
   uint32_t bytes;
-  uint32_t alignment;  // of an instruction's operand
+  uint32_t alignment;  // bytes to which an instruction's operand is aligned
 };
 constexpr MemoryInfo kMemoryInfo[kMemories] = {{"UB", 192 * 1024 - 256, 32},
                                                {"L1", 512 * 1024 - 256, 32},

@@ -237,7 +237,7 @@ class TPipe {
   }
 
   static constexpr int kCubeFlags = 3;
-  static bool has_cube_flags() { return ascend_emulator::core().place().kind == ascend_emulator::CoreKind::aic; }
+  static bool has_cube_flags() { return ascend_emulator::core().position().kind == ascend_emulator::CoreKind::aic; }
 
   // The hardware's flags must be 0 again at the end: TPipe waits for the last frees, and for its own flags.
   void close() {

@@ -9,8 +9,8 @@
 namespace ascend_emulator {
 
 // Memory. Estimates: what a core gets of L2 while all 24 are busy. They were set together, so that a plain pipeline
-// (256 keys a hand-over, four ahead, PV after S) lands where the best published forward of D=128 does: 45 to 48 %
-// of the cube's peak, held up by the cube's stores, which is its authors' own diagnosis.
+// (256 keys a hand-over, four ahead, PV after S) lands where the best published forward of D=128 does: 45 to
+// 48 % of the cube's peak, held up by the cube's stores, which is its authors' own diagnosis.
 constexpr double kLoadBytesPerCycle = 64;   // MTE2: GM -> L1 or UB
 constexpr double kStoreBytesPerCycle = 64;  // MTE3: UB -> GM
 constexpr double kFixBytesPerCycle = 46;    // FIX: L0C -> GM
@@ -32,7 +32,7 @@ constexpr size_t kQueueEntries = 32;
 
 // Latencies, estimates.
 constexpr double kStartCycles = 16;       // start-up of a load from L1 or of a product
-constexpr double kVectorStartCycles = 4;  // of a vector instruction, which may overlap the one before
+constexpr double kVectorStartCycles = 4;  // start-up of a vector instruction, which may overlap the one before
 constexpr double kBarrierCycles = 12;     // PipeBarrier: the next instruction waits for the last one's result
 constexpr double kScalarCycles = 20;      // one scalar access to UB or GM
 constexpr double kCallCycles = 6;         // the scalar unit, per instruction: addresses, strides, mask

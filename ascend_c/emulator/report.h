@@ -41,7 +41,7 @@ __attribute__((format(printf, 1, 2))) inline std::string format(const char* patt
 [[noreturn]] inline void fail(Site site, const std::string& message) { throw Fault(site.text() + ": " + message); }
 
 constexpr int kPipes = 7;
-constexpr int kMemories = 5;  // of a core: UB, L1, L0A, L0B, L0C
+constexpr int kMemories = 5;  // the memories of a core: UB, L1, L0A, L0B, L0C
 enum class CoreKind : uint8_t { aic, aiv };
 constexpr int kCoreKinds = 2;
 enum class Traffic : uint8_t { tensors, workspace };

@@ -55,7 +55,7 @@ HardEvent event_between(pipe_t source, pipe_t target) {
   return HardEvent::MAX;
 }
 
-// ------------------------------------------------------------------------------------------ an instruction's accesses
+// --- an instruction's accesses --------------------------------------------------------------------------------------
 
 Access::Access(Core& core, pipe_t pipe, uint32_t index)
     : core_(core), pipe_(pipe), global_(core.global(pipe)), index_(index), clock_(core.pipes_[pipe].clock) {}
@@ -81,18 +81,18 @@ void Access::read(Space& space, size_t offset, size_t size, bool own, bool unwri
       race(space, false, cell.writer, cell.written, true);
     else
       check_written_back(space, std::max(offset, c * space.granule), cell);
-    Cell::Read* place = nullptr;
+    Cell::Read* slot = nullptr;
     for (Cell::Read& read : cell.reads) {
       if (read.index && read.pipe == global_) {
-        place = &read;
+        slot = &read;
         break;
       }
-      if (!place && (!read.index || after(read.pipe, read.index))) place = &read;
+      if (!slot && (!read.index || after(read.pipe, read.index))) slot = &read;
     }
-    if (!place) place = &cell.reads[0];
-    const bool same_pipe = place->index && place->pipe == global_;
-    const uint32_t previous = !same_pipe ? 0 : place->index == index_ ? place->previous : place->index;
-    *place = {index_, previous, global_};
+    if (!slot) slot = &cell.reads[0];
+    const bool same_pipe = slot->index && slot->pipe == global_;
+    const uint32_t previous = !same_pipe ? 0 : slot->index == index_ ? slot->previous : slot->index;
+    *slot = {index_, previous, global_};
   }
 }
 
@@ -207,18 +207,19 @@ void Access::race(const Space& space, bool writes, uint16_t other_pipe, uint32_t
   core_.report_.error(text);
 }
 
-// ------------------------------------------------------------------------------------------------------------- issuing
+// --- issuing --------------------------------------------------------------------------------------------------------
 
-Core::Core(int number, Place place, Machine& machine, const Options& options, GlobalMemory& gm, Report& report)
+Core::Core(int number, CorePosition position, Machine& machine, const Options& options, GlobalMemory& gm,
+           Report& report)
     : number_(number),
-      place_(place),
+      position_(position),
       machine_(machine),
       options_(options),
       gm_(gm),
       report_(report),
       random_(options.seed + uint64_t(number) * 0x9E3779B97F4A7C15) {
   for (int m = 0; m < kMemories; ++m) {
-    if ((Memory(m) == Memory::ub) != (place.kind == CoreKind::aiv)) continue;
+    if ((Memory(m) == Memory::ub) != (position.kind == CoreKind::aiv)) continue;
     bytes_[size_t(m)].assign(options.mode == Mode::time ? 4096 : kMemoryInfo[m].bytes,
                              0xff);  // NaN in every float type
     local_[size_t(m)] = std::make_unique<Space>(kMemoryInfo[m].name, bytes_[size_t(m)].data(), bytes_[size_t(m)].size(),
@@ -229,8 +230,9 @@ Core::Core(int number, Place place, Machine& machine, const Options& options, Gl
 }
 
 std::string Core::name() const {
-  const int index = place_.mixed && place_.kind == CoreKind::aiv ? 2 * place_.block + place_.sub : place_.block;
-  return format("%s %d", place_.kind == CoreKind::aic ? "AIC" : "AIV", index);
+  const int index =
+      position_.mixed && position_.kind == CoreKind::aiv ? 2 * position_.block + position_.sub : position_.block;
+  return format("%s %d", position_.kind == CoreKind::aic ? "AIC" : "AIV", index);
 }
 
 Space& Core::local(Memory memory, const char* name, Site site) {
@@ -240,7 +242,7 @@ Space& Core::local(Memory memory, const char* name, Site site) {
 
 bool Core::has_pipe(pipe_t pipe) const {
   if (pipe == PIPE_S || pipe == PIPE_MTE2 || pipe == PIPE_MTE3) return true;
-  return (pipe == PIPE_V) == (place_.kind == CoreKind::aiv);
+  return (pipe == PIPE_V) == (position_.kind == CoreKind::aiv);
 }
 
 std::pair<Space*, size_t> Core::gm(const void* address, size_t size, bool writes, const char* name, Site site) {
@@ -357,7 +359,7 @@ void Core::barrier(pipe_t pipe, Site site) {
 
 void Core::check_cross_id(int id, const char* name, Site site) {
   if (id >= kCrossFlags) fail(site, format("%s: flag id %d is outside 0..15", name, id));
-  if (!place_.mixed) fail(site, std::string(name) + ": cross-core flags require a mixed kernel");
+  if (!position_.mixed) fail(site, std::string(name) + ": cross-core flags require a mixed kernel");
 }
 
 void Core::cross_set(int mode, pipe_t pipe, int id, Site site) {
@@ -371,14 +373,14 @@ void Core::cross_wait(int id, Site site) {
 }
 
 void Core::sync_all(bool vector_only, Site site) {
-  if (!place_.mixed) fail(site, "SyncAll requires a mixed kernel");
+  if (!position_.mixed) fail(site, "SyncAll requires a mixed kernel");
   barrier(PIPE_ALL, site);
   machine_.meet(*this, vector_only, site);
 }
 
 void Core::run_scalar() { demand(PIPE_S, sequence_); }
 
-// ------------------------------------------------------------------------------------------------------------- running
+// --- running --------------------------------------------------------------------------------------------------------
 
 bool Core::blocked(const Pipe& pipe) {
   const Entry& head = pipe.queue.front();
@@ -409,7 +411,7 @@ void Core::step(pipe_t which) {
     case Kind::barrier:
       pipe.clock[global(which)] = index;
       pipe.time += kBarrierCycles;
-      report_.counters.cycles[size_t(place_.kind)][which] += kBarrierCycles;
+      report_.counters.cycles[size_t(position_.kind)][which] += kBarrierCycles;
       break;
     case Kind::set:
       step_set(entry);
@@ -436,8 +438,8 @@ void Core::run_work(Entry& entry, uint32_t index) {
     cycles *= kSameAddress;
   pipe.time += cycles;
   Counters& counters = report_.counters;
-  ++counters.instructions[size_t(place_.kind)][entry.work.pipe];
-  counters.cycles[size_t(place_.kind)][entry.work.pipe] += cycles;
+  ++counters.instructions[size_t(position_.kind)][entry.work.pipe];
+  counters.cycles[size_t(position_.kind)][entry.work.pipe] += cycles;
   counters.gm_read_bytes[size_t(entry.work.traffic)] += entry.work.gm_read;
   counters.gm_written_bytes[size_t(entry.work.traffic)] += entry.work.gm_written;
 }

@@ -119,7 +119,7 @@ class Access {
 };
 
 // A tensor, and the range of kSameAddressBytes in it.
-using GmPlace = std::pair<const Space*, int64_t>;
+using GmRange = std::pair<const Space*, int64_t>;
 
 struct Work {
   pipe_t pipe;
@@ -129,7 +129,7 @@ struct Work {
   uint64_t gm_read = 0, gm_written = 0;
   Traffic traffic = Traffic::tensors;
   std::function<void(Access&)> run = {};
-  GmPlace from = {};  // of a copy from GM
+  GmRange from = {};  // what a copy from GM reads
 };
 
 struct Flag {
@@ -146,7 +146,7 @@ constexpr int kCtrlIntegersSaturate = 53, kCtrlNotFinite = 48, kCtrlHf32 = 46;
 constexpr uint64_t kCtrlAtStart = uint64_t(1) << kCtrlIntegersSaturate | uint64_t(1) << kCtrlHf32;
 
 // Where a core stands in a launch.
-struct Place {
+struct CorePosition {
   CoreKind kind;
   int block, sub, blocks;  // AIV 2 * block + sub works with AIC block
   bool mixed;              // launched with both kinds
@@ -154,7 +154,7 @@ struct Place {
 
 class Core {
  public:
-  Core(int number, Place place, Machine& machine, const Options& options, GlobalMemory& gm, Report& report);
+  Core(int number, CorePosition position, Machine& machine, const Options& options, GlobalMemory& gm, Report& report);
 
   void issue(Work work);
   void set_flag(HardEvent event, int id, Site site);
@@ -170,13 +170,13 @@ class Core {
   std::pair<Space*, size_t> gm(const void* address, size_t size, bool writes, const char* name, Site site);
   Space& local(Memory memory, const char* name, Site site);
   Report& report() { return report_; }
-  const Place& place() const { return place_; }
+  const CorePosition& position() const { return position_; }
   std::string name() const;
   Machine& machine() { return machine_; }
 
-  struct Pools {                         // of event ids, for TPipe; bits of ids
-    std::map<HardEvent, uint8_t> used;   // by queues and by the kernel
-    std::map<HardEvent, uint8_t> given;  // to the kernel, by AllocEventID
+  struct Pools {                         // the event ids of TPipe, as bits
+    std::map<HardEvent, uint8_t> used;   // ids that queues or the kernel hold
+    std::map<HardEvent, uint8_t> given;  // ids that the kernel has from AllocEventID
     std::map<HardEvent, uint8_t> shown;  // to the kernel, by FetchEventID
     // The lowest id that is not yet allocated to a queue or an explicit flag.
     int unused(HardEvent event, Site site) {
@@ -256,7 +256,7 @@ class Core {
   [[noreturn]] void deadlock();
 
   int number_;
-  Place place_;
+  CorePosition position_;
   Machine& machine_;
   Options options_;
   GlobalMemory& gm_;
@@ -265,13 +265,13 @@ class Core {
   std::array<std::unique_ptr<Space>, kMemories> local_;
   std::array<Pipe, kPipes> pipes_;
   ScalarCache cache_;
-  Site cache_site_;                            // of the last store into it
+  Site cache_site_;                            // where the last store into it was
   std::shared_ptr<const Clock> scalar_clock_;  // a copy of S's clock, shared by the entries issued under it
   std::map<FlagKey, Flag> flags_;
   bool has_pipe_object_ = false, had_pipe_object_ = false, registers_set_ = false;
-  Site address_site_;        // of the first tensor with an address of its own
+  Site address_site_;        // where the first tensor with an address of its own was made
   uint64_t waited_for_ = 0;  // `sequence_` at the last PipeBarrier<PIPE_ALL>
-  Site last_site_;           // of the last entry
+  Site last_site_;           // where the last entry was issued
   uint64_t sequence_ = 0;
   std::mt19937_64 random_;
 };

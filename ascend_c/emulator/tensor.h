@@ -69,7 +69,7 @@ inline Work gm_work(pipe_t pipe, const char* name, Site site, double cycles, con
   const Traffic traffic = space.use == Use::workspace ? Traffic::workspace : Traffic::tensors;
   return {pipe, name, site, cycles, read, written, traffic, std::move(run)};
 }
-// The same for a copy from GM, whose address other cores may be reading.
+// The work of a copy from GM, whose address other cores may be reading.
 inline Work load_work(const char* name, Site site, double cycles, const Space& space, size_t offset, uint64_t bytes,
                       std::function<void(Access&)> run) {
   Work work = gm_work(PIPE_MTE2, name, site, cycles, space, bytes, 0, std::move(run));

@@ -33,7 +33,7 @@ struct Backend {
   // and rng_state.
   void (*dropout_mask)(const AttnParams& params, bool* mask);
 
-  // The same for decoding with a KV cache. nullptr in a backend without decoding.
+  // supports, forward_workspace_bytes and forward of decoding with a KV cache; nullptr in a backend without decoding.
   std::string (*supports_decode)(const DecodeParams& params) = nullptr;
   size_t (*decode_workspace_bytes)(const DecodeParams& params) = nullptr;
   void (*decode)(const DecodeParams& params) = nullptr;

@@ -56,16 +56,16 @@ class KeyLocator {
   // The run that begins with `key` in [0, length), at most `limit` keys.
   FLASHATTN_HOST_DEVICE KeyRun run(int64_t key, int64_t limit) const { return run_of_row(first_row_ + key, limit); }
 
-  // The run that begins with cache row `row`: the row within the cached sequence, counted with the leftpad rows. row <
-  // first_new_row + new_keys.
+  // The run that begins with cache row `row`: the row within the cached sequence, counted with the leftpad rows.
+  // `row` is less than first_new_row + new_keys.
   FLASHATTN_HOST_DEVICE KeyRun run_of_row(int64_t row, int64_t limit) const {
     if (!pages_) return {entry_, packed_start_ + row, limit};
     // 32-bit division is much faster than 64-bit division on GPUs.
     return run_in_page(static_cast<uint32_t>(row) / page_size_, row, limit);
   }
 
-  // The same without a division. reciprocal: reciprocal_of_pages(). row < 2^31, so that the product with it is at most
-  // one more than the quotient.
+  // run_of_row(row, limit) without a division. reciprocal: reciprocal_of_pages(). row < 2^31, so that the product with
+  // it is at most one more than the quotient.
   FLASHATTN_HOST_DEVICE KeyRun run_of_row(int64_t row, int64_t limit, uint32_t reciprocal) const {
     if (!pages_) return {entry_, packed_start_ + row, limit};
     const uint32_t page = static_cast<uint32_t>(static_cast<uint64_t>(row) * reciprocal >> 32);

@@ -1,5 +1,5 @@
-// A backend in a library of its own, compiled with other tiles than the package's for comparison measurements. Builds
-// of the package exclude this file: private_build.py compiles it with the kernels of one backend.
+// A backend in a library of its own, compiled with other tiles than the package's for comparison measurements.
+// Builds of the package exclude this file: private_build.py compiles it with the kernels of one backend.
 //   FLASHATTN_EXT_PRIVATE_NAME     the backend's name for use_backend(), a string
 //   FLASHATTN_EXT_PRIVATE_BACKEND  the function that returns its table: cuda_sm90_backend, ...
 #include "backend/backend.h"

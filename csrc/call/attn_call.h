@@ -88,9 +88,9 @@ struct BackwardCall {
 
 // Reads the arguments of a boxed op in order.
 //
-// `scalars` is empty unless torch.compile made a float symbolic. Then it holds one float64 CPU tensor for each Scalar
-// of the schema, in schema order, and the Scalars themselves are meaningless. While a graph is traced the tensors have
-// no values, and number() returns the meaningless Scalar.
+// `scalars` is empty unless torch.compile made a float symbolic. Then it holds one float64 CPU tensor for each
+// Scalar of the schema, in schema order, and the Scalars themselves are meaningless. While a graph is traced the
+// tensors have no values, and number() returns the meaningless Scalar.
 class Arguments {
  public:
   Arguments(const c10::OperatorHandle& op, torch::jit::Stack* stack)

@@ -20,11 +20,12 @@ namespace flashattn_ext {
 
 at::Tensor with_readable_rows(const at::Tensor& t, int64_t row_dim, const Backend& backend) {
   const bool overlaps = row_dim >= 0 && t.size(row_dim) > 1 && t.stride(row_dim) < t.size(-1);
-  const bool rows_apart = overlaps && !backend.reads_overlapping_rows;
-  if (!rows_apart && (t.stride(-1) == 1 || t.size(-1) <= 1)) return t;
+  const bool copies_rows = overlaps && !backend.reads_overlapping_rows;
+  if (!copies_rows && (t.stride(-1) == 1 || t.size(-1) <= 1)) return t;
   at::Tensor distinct = t;
   for (int64_t dim = 0; dim + 1 < t.dim(); ++dim) {
-    if (t.stride(dim) == 0 && t.size(dim) > 1 && !(rows_apart && dim == row_dim)) distinct = distinct.narrow(dim, 0, 1);
+    if (t.stride(dim) == 0 && t.size(dim) > 1 && !(copies_rows && dim == row_dim))
+      distinct = distinct.narrow(dim, 0, 1);
   }
   return distinct.contiguous().expand(t.sizes());
 }

@@ -38,17 +38,17 @@ bool writes_centres(const AttnCall& call, const Backend& backend);
 // host cannot read cu_seqlens, so all rows are set before the kernels write the rows of the sequences.
 void set_rows_of_no_sequence(const std::optional<at::Tensor>& cu_seqlens, const at::Tensor& t, int64_t row_dim,
                              double value);
-// The same for the results of a forward.
+// Sets those rows of the results of a forward.
 void set_rows_of_no_sequence(const AttnCall& call, const at::Tensor& out, const at::Tensor& lse);
 
 // Allocates the buffer for the largest visible logit of each row and sets AttnParams::row_maxima to it; undefined, and
 // nothing set, if `wanted` is false.
 at::Tensor new_row_maxima(const AttnCall& call, bool wanted, AttnParams* params);
-// The maxima of each head, fp32, of AttnCall::max_logits_shape(); empty if row_maxima is undefined. `params` are those
-// of the forward, which `backend` has run.
+// The maxima of each head, fp32, of AttnCall::max_logits_shape(); empty if row_maxima is undefined. `params` are
+// those of the forward, which `backend` has run.
 at::Tensor largest_of_rows(const AttnCall& call, const at::Tensor& row_maxima, const AttnParams& params,
                            const Backend& backend);
-// The same for meta tensors.
+// What largest_of_rows() returns, as a meta tensor.
 at::Tensor largest_of_rows_meta(const AttnCall& call, bool wanted);
 
 // The gradients of the biases of options.def; undefined where the backward does not need them.
@@ -57,15 +57,15 @@ struct BiasGradients {
 #include "call/options.def"
 };
 
-// The buffers that the kernels of a readable call accumulate into: zeros in the dtype of the statistics. The gradient
-// of a bias that is not broadcast has the dtype of the bias. In a deterministic call on an accelerator the gradient of
-// the bias has one element per score even for a broadcast bias, so that no sum depends on the order in which thread
-// blocks run; finished() reduces it.
+// The buffers that the kernels of a readable call accumulate into: zeros in the dtype of the statistics. The
+// gradient of a bias that is not broadcast has the dtype of the bias. In a deterministic call on an accelerator the
+// gradient of the bias has one element per score even for a broadcast bias, so that no sum depends on the order in
+// which thread blocks run; finished() reduces it.
 BiasGradients zeroed_bias_gradients(const AttnCall& call, const BackwardCall& backward, const Backend& backend);
 void set_memory(const BiasGradients& gradients, AttnGradParams* params);
 // The results in the shapes and dtypes of the given inputs; empty tensors for undefined gradients.
 BiasGradients finished(const BiasGradients& sums, const AttnCall& given);
-// The same for meta tensors.
+// What finished() returns, as meta tensors.
 BiasGradients finished_meta(const AttnCall& given, const BackwardCall& backward);
 
 }  // namespace flashattn_ext

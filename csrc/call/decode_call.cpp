@@ -147,7 +147,7 @@ void check_places(const DecodeCall& c) {
 }
 
 // Throws if elements of a cache that is written to share memory, as in an expanded tensor.
-void check_places_are_apart(const char* name, const at::Tensor& cache) {
+void check_cache_does_not_overlap(const char* name, const at::Tensor& cache) {
   if (cache.is_meta() || at::isTensorSubclassLike(cache) || cache.numel() == 0) return;  // checked when the graph runs
   std::vector<std::pair<int64_t, int64_t>> strides;  // (stride, size) of each dimension
   for (int64_t dim = 0; dim < cache.dim(); ++dim) {
@@ -207,9 +207,9 @@ bool share_elements(const at::Tensor& a, const at::Tensor& b) {
   return distance % element == 0 && reaches(dimensions, 0, distance / element);
 }
 
-void check_caches_are_apart(const DecodeCall& c) {
-  check_places_are_apart("k_cache", c.k);
-  check_places_are_apart("v_cache", c.v);
+void check_caches_do_not_overlap(const DecodeCall& c) {
+  check_cache_does_not_overlap("k_cache", c.k);
+  check_cache_does_not_overlap("v_cache", c.v);
   for (const at::Tensor* t : {&c.k, &c.v}) {
     if (t->is_meta() || at::isTensorSubclassLike(*t)) return;  // checked when the graph runs
   }
@@ -240,7 +240,7 @@ void check_new_keys(const DecodeCall& c) {
   check_shape("v", *c.v_new, {batch, count, heads, c.v.sym_size(3)}, "[batch, new keys, heads, head_dim]");
   TORCH_CHECK_VALUE(holds(count.sym_le(c.capacity())), "k: expected at most the ", c.capacity(),
                     " keys that the cache has room for, got ", count);
-  check_caches_are_apart(c);
+  check_caches_do_not_overlap(c);
 }
 
 void check_rotary(const DecodeCall& c) {
@@ -301,7 +301,7 @@ void check_values(const char* name, const std::optional<at::Tensor>& t, Least le
 }
 
 // Checks that no two sequences, which append keys in any order, have the same entry of the cache.
-void check_entries_are_apart(const DecodeCall& c) {
+void check_entries_are_distinct(const DecodeCall& c) {
   if (!c.k_new || holds(c.new_keys().sym_eq(0)) || !is_readable(c.cache_batch_idx)) return;
   const at::Tensor flat = c.cache_batch_idx->contiguous();
   std::vector<std::pair<int32_t, int64_t>> entries;  // (entry, sequence)
@@ -324,7 +324,7 @@ void check_lengths(const DecodeCall& c) {
   const int64_t capacity = c.capacity().expect_int(), room = capacity - c.new_keys().expect_int();
   check_values("cache_seqlens", c.cache_seqlens, 0, [&](int64_t) { return room; });
   check_values("cache_batch_idx", c.cache_batch_idx, 0, [&](int64_t) { return c.k.size(0) - 1; });
-  check_entries_are_apart(c);
+  check_entries_are_distinct(c);
   const bool has_lengths = is_readable(c.cache_seqlens);
   const at::Tensor lengths = has_lengths ? c.cache_seqlens->contiguous() : at::Tensor();
   const int64_t length = c.cache_seqlen < 0 ? capacity : c.cache_seqlen.expect_int();

@@ -10,9 +10,9 @@ namespace flashattn_ext {
 enum class OptionType { kTensor, kInteger, kNumber, kFlag, kIntegers, kDtype };
 // Which ops take an argument: `forward` and `backward`, or the decoding ops too.
 enum class Takers { kForwardBackward, kEveryOp };
-// What the first dimensions of a tensor are: the starts of sequences; heads; heads, or batch and heads; batch and heads
-// of one entry each or of all, and in a packed call the heads alone; batch and KV heads of one entry each or of all.
-// kNone: no tensor.
+// What the first dimensions of a tensor are: the starts of sequences; heads; heads, or batch and heads; batch and
+// heads of one entry each or of all, and in a packed call the heads alone; batch and KV heads of one entry each or of
+// all. kNone: no tensor.
 enum class Dims { kNone, kSequences, kHeads, kBatchHeads, kScores, kBatchKvHeads };
 enum class Gradient { kNone, kAlways, kIfNeeded };
 
@@ -20,7 +20,7 @@ struct Option {
   const char* name;
   OptionType type;
   Takers takers;
-  double default_value;  // of integers, numbers and flags; None for the other types
+  double default_value;  // only integers, numbers and flags have one; the others are None by default
   Dims dims;
   Gradient gradient;
   bool is_of_distance = false;  // its gradient needs the centres of rows (bias.h)

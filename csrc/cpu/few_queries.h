@@ -1,6 +1,6 @@
-// Which sequences decode.h computes, or in invariant calls invariant_decode.h. They read keys once for all query heads
-// of a KV head, and decode.h divides the keys among workers (split-KV). forward.h computes the other sequences: it
-// fills the lanes of its vectors with queries, of which a few would leave most lanes idle.
+// Which sequences decode.h computes, or in invariant calls invariant_decode.h. They read keys once for all query
+// heads of a KV head, and decode.h divides the keys among workers (split-KV). forward.h computes the other sequences:
+// it fills the lanes of its vectors with queries, of which a few would leave most lanes idle.
 #pragma once
 
 #include "backend/key_locator.h"

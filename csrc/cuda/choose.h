@@ -2,8 +2,8 @@
 // one Choice, which the sizes of workspaces, the runs, supports() and `slow` read. How a kernel then divides its work
 // is in its own folder.
 //
-// This is host code, and needs neither CUDA's headers nor a GPU: tests/builds/test_choose.py runs it for several sizes
-// of GPUs.
+// This is host code, and needs neither CUDA's headers nor a GPU: tests/builds/test_choose.py runs it for several
+// sizes of GPUs.
 #pragma once
 
 #include <algorithm>
@@ -40,7 +40,7 @@ enum class Way {
   kChunks,   // forward: one for each chunk of keys (decode/prefill/chunks.h)
   kPacked,   // forward: split-KV over the packed rows of a KV head (decode/few_rows/packed.h)
   kSplit,    // forward: split-KV over tiles of decoding (decode/split/)
-  kPrefill,  // of a decoding call: a varlen forward, which makes a choice of its own (decode/prefill/prefill.h)
+  kPrefill,  // a decoding call as a varlen forward, which makes a choice of its own (decode/prefill/prefill.h)
   kFewRows,  // backward: split-KV over the packed rows of a KV head (decode/few_rows/few_rows.h)
 };
 
@@ -242,7 +242,7 @@ class Chooser {
   }
   // Whether the forward's row has chunks, and room for the call in them.
   static bool has_chunks(const DecodeParams& p, const TableRow& row) {
-    constexpr int64_t kMostBytes = 256 << 20;  // of partial results of several queries
+    constexpr int64_t kMostBytes = 256 << 20;  // bytes of partial results of several queries
     if (row.stage != Stage::kSm90Invariant) return false;
     const ChunkKernel kernel = chunk_tile(row);
     if (p.is_varlen() || p.seqlen_q > kernel.rows || p.head_dim_v > decode::kMostChunkColumns) return false;
@@ -422,11 +422,11 @@ class Chooser {
            sm90::head_sum_vectors(p, tile, sm90::head_blocks(p, at_once)) * 16 <= most;
   }
 
-  // Whether the query heads of a group add up their dk and dv (QueryHeads in backward_heads.cuh), in any order, instead
-  // of sharing a walk. It costs the additions, and pays in two cases. Walks over whole groups leave multiprocessors
-  // idle: few of them are in one round, or there is one round only, in which causal walks differ in length. Or, with a
-  // right bound, thread blocks soon read different query heads, since their walks differ in length, and the group is
-  // larger than the L2 cache holds for all that run together.
+  // Whether the query heads of a group add up their dk and dv (QueryHeads in backward_heads.cuh), in any order,
+  // instead of sharing a walk. It costs the additions, and pays in two cases. Walks over whole groups leave
+  // multiprocessors idle: few of them are in one round, or there is one round only, in which causal walks differ in
+  // length. Or, with a right bound, thread blocks soon read different query heads, since their walks differ in length,
+  // and the group is larger than the L2 cache holds for all that run together.
   bool adds_over_groups(const AttnGradParams& p) const {
     constexpr int64_t kKeys = 128, kLargeGroup = 24 << 20;  // bytes
     if (p.deterministic || p.heads_q <= p.heads_k) return false;

@@ -1,13 +1,15 @@
 // Additive terms of a logit that depend on its position: ALiBi (Press et al. 2021), a relative bias (Raffel et al.
 // 2020, with one entry for each distance) and a bias of any shape. One definition for every backend.
 //
-//   logit(i, j) = capped score - slope * |d| + relative[clamp(d, -reach, reach) + reach] + bias[i][j],  d = j - i -
-//   shift
+//   logit(i, j) = capped score - slope * |d| + relative[clamp(d, -reach, reach) + reach] + bias[i][j]
+//   d = j - i - shift
 //
 // where row i is at the position of key i + shift (BasicMask::first_position). Kernels add biases in units of log2
 // (in_log2_units in score.h), where every finite bias is finite. With g the gradient of a logit,
 //
-//   dslope = -sum g * |d|,  drelative[e] = the sum of g over the scores with that clamped distance,  dbias[i][j] = g
+//   dslope = -sum g * |d|
+//   drelative[e] = the sum of g over the scores with that clamped distance
+//   dbias[i][j] = g
 //
 // each summed over all scores that read the same entry: over batch entries and rows, and for a bias over every
 // dimension in which it is broadcast.
@@ -40,9 +42,9 @@ enum Centre : int { kDistance, kBelow, kAbove };
 template <class Real>
 struct HeadBias {
   Real slope = 0;
-  const Real* relative = nullptr;  // of distance 0; entries -reach to reach
+  const Real* relative = nullptr;  // the entry of distance 0; those of -reach to reach lie around it
   int64_t reach = 0;
-  const void* bias = nullptr;  // of row 0 and key 0, in p.bias.dtype
+  const void* bias = nullptr;  // the element of row 0 and key 0, in p.bias.dtype
   int64_t row_stride = 0;
 
   FLASHATTN_HOST_DEVICE HeadBias() {}  // user-provided, so that FLASHATTN_HOST_DEVICE forces it inline

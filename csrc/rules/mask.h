@@ -118,8 +118,8 @@ struct BasicMask : FirstPosition<Index, kPlaced> {
 
 // --- a Mask's intervals ------------------------------------------------------------------------------------------
 //
-// With a Mask a row sees a key if both the key's interval and BasicMask contain the row. The extremes of the intervals
-// of its keys decide whether a tile is fully masked, fully visible or partial.
+// With a Mask a row sees a key if both the key's interval and BasicMask contain the row. The extremes of the
+// intervals of its keys decide whether a tile is fully masked, fully visible or partial.
 
 constexpr int64_t kMaskGranule = 16;  // keys per extreme of the fine level
 constexpr int64_t kMaskSuper = 64;    // granules per extreme of the coarse level

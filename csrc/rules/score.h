@@ -83,7 +83,7 @@ FLASHATTN_HOST_DEVICE Real in_natural_units(Real log2_units) {
   const Real size = narrow < 0 ? -narrow : narrow;
   if (!(size > kNarrowsFrom<Real>) || size == kInfinite<Real>) return narrow;
   const Real above = size - kNarrowsFrom<Real>, room = kLargest<Real> - size;
-  const Real wide = size + (above < room ? above : room);  // of the largest number, rounding may have made more
+  const Real wide = size + (above < room ? above : room);  // finite: rounding may have taken `above` beyond `room`
   return narrow < 0 ? -wide : wide;
 }
 

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger("flashattn_ext.distributed")
 _told: set[str] = set()
 
-_call_of = calls.converter("attention", takes_unknown=True)
-
 MODES = ("auto", "ulysses", "allgather", "ring")
 # `auto` gathers keys and values up to this size on a rank, and uses the ring for more.
 GATHERED_BYTES = 4 * 2**30
@@ -62,6 +60,7 @@ def attention(
     sharding: str = ..., layout: str = ..., return_lse: bool = ..., return_max_logits: bool = ...,
     **options: Unpack[AttentionOptions],
 ) -> Tensor | tuple[Tensor, ...]: ...  # fmt: skip
+@calls.lists(AttentionOptions)
 def attention(
     q: Tensor,
     k: Tensor,
@@ -75,7 +74,8 @@ def attention(
     layout: str = "bshd",
     return_lse: bool = False,
     return_max_logits: bool = False,
-    **options: Unpack[AttentionOptions],
+    rng_seed: int | None = None,
+    **options: Any,
 ) -> Tensor | tuple[Tensor, ...]:
     """Self-attention over a sequence that is split over ranks; differentiable. All ranks of the group must call it.
 
@@ -83,6 +83,10 @@ def attention(
 
     Results and gradients equal flashattn_ext.forward (varlen_forward with cu_seqlens) on the whole sequence. With a given rng_seed the
     dropout mask is the same, bit for bit.
+
+    The other arguments are those of forward. They mean the same, for the whole sequence: mask is a Mask of all keys, with rows counted in
+    the whole (packed: in their sequence), the same on every rank; sink, alibi_slopes and relative_bias are the same on every rank; bias
+    has this rank's rows and all keys: [B or 1, Hq or 1, s or 1, S]. origin may be (batch, head).
 
     Args:
         q: this rank's queries [B, s, Hq, D] (layout "bhsd": [B, Hq, s, D]; with cu_seqlens [s, Hq, D]), as shard() splits them.
@@ -101,9 +105,6 @@ def attention(
         return_lse: also return lse [B, Hq, s] ([Hq, s] with cu_seqlens).
         return_max_logits: also return the largest logit of each head in the whole sequence, the same on every rank: float32 [B, Hq]
             ([n, Hq] with cu_seqlens), as in forward.
-        options: the options of flashattn_ext.forward, with the same meaning for the whole sequence. mask is a Mask of all keys, with rows
-            counted in the whole (packed: in their sequence), the same on every rank; sink, alibi_slopes and relative_bias are the same
-            on every rank; bias has this rank's rows and all keys: [B or 1, Hq or 1, s or 1, S]. origin may be (batch, head).
 
     Returns:
         out [B, s, Hq, Dv] of this rank's queries, in the layout and dtype of q, then lse and max_logits if requested.
@@ -125,10 +126,9 @@ def attention(
     pg = groups.resolved(group)
     if mode not in MODES:
         raise ValueError(f"mode: expected one of {MODES}, got {mode!r}")
-    named: dict[str, Any] = {**options}
-    rng_seed, bhsd = arguments.seed(named.pop("rng_seed", None)), arguments.is_bhsd(layout)
+    rng_seed, bhsd = arguments.seed(rng_seed), arguments.is_bhsd(layout)
     arguments.optional_tensors(cu_seqlens=cu_seqlens)
-    tensors, call_options = _call_of(q, k, v, calls.DENSE, "bshd", **named)
+    tensors, call_options = calls.convert("attention", q, k, v, calls.DENSE, "bshd", **options)
     tensors = calls.autocast(tensors)
     _check_tangents(tensors)
     _check_options(tensors, call_options)
@@ -138,7 +138,7 @@ def attention(
         )
     of = Sharding(_length(tensors.q, cu_seqlens, seqlen, pg), dist.get_world_size(pg), checked_kind(sharding))
     mode = mode if mode != "auto" else _chosen(tensors, of)
-    batch, head = _place(call_options)
+    batch, head = _first_batch_and_head(call_options)
     needs_lse, returns_max_logits = (
         arguments.flag(name, value)
         for name, value in (("return_lse", return_lse), ("return_max_logits", return_max_logits))
@@ -162,10 +162,6 @@ def attention(
     return calls.results(out, lse, max_logits, needs_lse, returns_max_logits)
 
 
-names.shown(attention)
-names.known(attention, AttentionOptions.__annotations__)
-
-
 def _check_tangents(tensors: CallTensors) -> None:
     """Refuses forward-mode derivatives, which torch.library's autograd would silently drop."""
     if any(t is not None and arguments.has_tangent(t) for t in tensors):
@@ -187,7 +183,7 @@ def _check_options(tensors: CallTensors, options: CallOptions) -> None:
         )
 
 
-def _place(options: CallOptions) -> tuple[int, int]:
+def _first_batch_and_head(options: CallOptions) -> tuple[int, int]:
     origin = options.origin or [0, 0]
     if len(origin) != 2:
         raise ValueError(

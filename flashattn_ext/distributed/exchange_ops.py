@@ -128,7 +128,7 @@ def _fake_forward(*arguments: Any) -> tuple[Tensor, ...]:
         centres = lse.new_empty((*lse.shape, ops.CENTRES) if settings.keeps_centres else 0)
         return out, lse, centres, *(q.new_empty(0) for _ in _KEPT[1:]), max_logits
     shares, whole = shares_of(tensors, settings), (*batch, settings.seqlen)
-    keys = len(shares.repeated(0))  # the same number on every rank
+    keys = len(shares.repeated(0))  # every rank has as many
     return (
         out, lse if settings.needs_lse else lse.new_empty(0),
         lse.new_empty((*batch, shares.each, settings.seqlen, ops.CENTRES) if settings.keeps_centres else 0),

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import ops
+from ..dropout_padding import with_zeros
 from ..options import LEARNED, CallOptions, CallTensors, wanted
-from ..placed import with_zeros
 from . import local
 from .communication import Transfer
 from .local import Extras, Gradients
@@ -38,7 +38,7 @@ class KeyExchange:
     v: Tensor
     extras: Extras
     rng_state: Tensor
-    options: CallOptions  # of the whole call; origin is (batch, head)
+    options: CallOptions  # those of the whole call; origin is (batch, head)
     sharding: Sharding
     documents: tuple[int, ...] | None  # packed sequences: the start of each, then the end of the last
     group: Any

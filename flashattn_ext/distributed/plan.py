@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from ..placed import DRAWN_KEYS, DRAWN_ROWS
+from ..dropout_padding import DRAWN_KEYS, DRAWN_ROWS
 from .communication import Segment
 from .sharding import GRANULE, Sharding, Span
 

@@ -26,8 +26,8 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from flashattn_ext import Mask
-from flashattn_ext.kept import outside_of_modes
 from flashattn_ext.mask_arguments import ALL_ROWS
+from flashattn_ext.tensor_cache import outside_of_modes
 
 Operation = Callable[..., Any]
 
@@ -100,7 +100,7 @@ class LayerMask(Tensor):
     refusal: str | None
     _code: Tensor
     _formed: Tensor | None  # eager's mask, once something has read this one
-    _source: tuple[LayerMask, Operation, tuple[Any, ...]] | None  # of a view: the mask, and the operation on it
+    _source: tuple[LayerMask, Operation, tuple[Any, ...]] | None  # set for a view: the mask, and the operation on it
     _shown: bool  # a view of eager's mask was given away, or it was written to, where torch counts no writes
     _kept: Mask | None
 
@@ -172,7 +172,7 @@ class LayerMask(Tensor):
             mask, function, arguments = self._source
             view: Tensor = function(mask.eager(), *arguments)
             return view
-        if self._code.is_floating_point():  # of a mask that was written to, as the input of a graph
+        if self._code.is_floating_point():  # the code of a mask that was written to, as the input of a graph
             return self._code.to(self.dtype)
         visible = _visible(self._code, *self.shape[2:]).expand(self.shape)
         seen = torch.zeros((), dtype=self.formed_in, device=self._code.device)

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashattn_ext.kept import KeptForTensors
+from flashattn_ext.tensor_cache import TensorCache
 
 from . import _mask_tensors
 
-_decisions = KeptForTensors()  # by position bias; every layer of T5 gets the same tensor
+_decisions = TensorCache()  # by position bias; every layer of T5 gets the same tensor
 
 # Nodes of a graph that change neither the order of elements nor which of them are equal.
 _KEEPS_ELEMENTS = ("ToCopyBackward0", "CloneBackward0", "AliasBackward0")

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from flashattn_ext import Mask, distributed
 from flashattn_ext.distributed.groups import Group, resolved
-from flashattn_ext.kept import KeptForTensors
+from flashattn_ext.tensor_cache import TensorCache
 
 from . import _mask_tensors
 from ._transformers_masks import _AND, _CAUSAL, _KNOWN, _REMAP, MaskFunction, _packed, _plain_window
 
 # By position_ids: the Mask of packed documents of the whole rows, gathered from all ranks; None without documents.
-_wholes = KeptForTensors()
+_wholes = TensorCache()
 
 
 _READ_OUTSIDE = (

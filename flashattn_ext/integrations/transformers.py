@@ -20,8 +20,8 @@ from torch import Tensor, nn
 import flashattn_ext
 from flashattn_ext import Mask
 from flashattn_ext.decode import has_decoding
-from flashattn_ext.kept import KeptForTensors
 from flashattn_ext.mask_arguments import ALL_ROWS
+from flashattn_ext.tensor_cache import TensorCache
 
 from . import _mask_tensors, _position_biases
 from ._mask_tensors import LayerMask
@@ -39,7 +39,7 @@ _SAYS_NOTHING = {
     # options of a forward pass and of its output
     "cache_position", "logits_to_keep", "max_length_k", "max_length_q", "output_hidden_states", "output_router_logits", "return_dict",
     "seq_idx", "use_cache",
-    # of losses, transformers' own and those that replace it
+    # arguments of losses, transformers' own and those that replace it
     "accum_dtype", "ignore_index", "labels", "num_items_in_batch", "return_loss", "return_token_accuracy", "shift_labels", "skip_logits",
     "use_token_scaling",
     # what tokenizers, processors and collators put beside input_ids
@@ -119,9 +119,9 @@ def _check_version(version: str) -> None:
 
 
 # Values that are computed from a tensor once for all layers.
-_documents = KeptForTensors()  # by position_ids: the Mask of packed documents; None without documents
-_packed_masks = KeptForTensors(most=2)  # by cu_seq_lens_k: the Mask of its documents; two, for two kinds of layers
-_dense_masks = KeptForTensors()  # by a dense mask: its Mask
+_documents = TensorCache()  # by position_ids: the Mask of packed documents; None without documents
+_packed_masks = TensorCache(most=2)  # by cu_seq_lens_k: the Mask of its documents; two, for two kinds of layers
+_dense_masks = TensorCache()  # by a dense mask: its Mask
 
 
 class _Visible(NamedTuple):

@@ -19,7 +19,7 @@ from .harness import WHOLE, Context, size_notes
 from .render import print_result, write_json, write_plot
 from .result import Result
 
-WIDTH = 200  # of piped tables, which are wider than those of the benchmarks
+WIDTH = 200  # width of piped tables, which are wider than those of the benchmarks
 # Every experiment, in the order of `all` and of the report -> what it measures. Each has a module of its name with SIZES,
 # measure(context, sizes, result), which fills in the result, and compare(result), which adds the figures of its table.
 EXPERIMENTS = {

@@ -17,7 +17,7 @@ from .small_gpt import curves, loss_cells, mean_curve, train_all, training_note
 
 MODELS = {OURS: "flashattn", UNFUSED: "unfused"}  # name in this table -> key of ATTENTION
 KEPT_S = 256  # scores per row of the calls that count kept weights
-KEPT_WEIGHTS = 16 * 4 * KEPT_S * (KEPT_S + 1) // 2  # of those calls: batch entries, heads, visible scores
+KEPT_WEIGHTS = 16 * 4 * KEPT_S * (KEPT_S + 1) // 2  # weights of those calls: batch entries, heads, visible scores
 RISE = "largest rise"
 SIZES = size_table(
     gpu=dict(

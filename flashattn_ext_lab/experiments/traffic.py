@@ -98,7 +98,8 @@ def gpu_counters(context: Context, sizes: Sizes, name: str) -> dict[str, int]:
     given = map(str, (sizes.B, sizes.H, sizes.S, sizes.D, sizes.dtype))
     command = [ncu, *NSIGHT.split(), ",".join(METRICS), sys.executable, "-m", __name__, name, *given]
     roots = [str(Path(package).parents[count]) for package, count in ((flashattn_ext.__file__, 1), (__file__, 2))]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*roots, *sys.path[1:]])}  # the same packages
+    # The child has the packages of this process.
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*roots, *sys.path[1:]])}
     options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": PROFILER_LIMIT_S, "env": environment}
     done = subprocess.run(command, check=False, **options)
     lines = [*done.stdout.splitlines(), *done.stderr.splitlines()]

@@ -7,11 +7,15 @@ import inspect
 import platform
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import flashattn_ext
+from flashattn_ext import calls, decode
+from flashattn_ext.options import OPTIONS as OPTIONS_OF_OPS
+from flashattn_ext.options import ConvertedOptions
 
 OPTIONS = {
     "causal": False,
@@ -73,6 +77,61 @@ def test_attention_weights_has_every_option_but_dropout_and_fp8() -> None:
         "origin": None,
     }
     assert expected == {name: p.default for name, p in parameters.items() if name not in ("q", "k", "rows")}
+
+
+# What a user passes for each option, and the fields of the ops' arguments that hold it then.
+GIVEN: dict[str, tuple[Any, dict[str, Any]]] = {
+    "causal": (True, {"causal": True}),
+    "window_size": ((3, 5), {"window_left": 3, "window_right": 5}),
+    "softmax_scale": (0.25, {"softmax_scale": 0.25}),
+    "softcap": (7.0, {"softcap": 7.0}),
+    "dropout_p": (0.5, {"dropout_p": 0.5}),
+    "smooth_softmax": (True, {"smooth_softmax": True}),
+    "deterministic": (True, {"deterministic": True}),
+    "invariant": (True, {"invariant": True}),
+    "origin": ((1, 2), {"origin": [1, 2]}),
+    "out_dtype": (torch.float16, {"out_dtype": torch.float16}),
+    **{
+        name: (tensor := torch.full((1,), float(i)), {name: tensor})
+        for i, name in enumerate(
+            ("sink", "alibi_slopes", "relative_bias", "bias", "descale_q", "descale_k", "descale_v")
+        )
+    },
+}
+
+
+def test_every_option_has_one_default_and_a_type() -> None:
+    keywords = {
+        p.name: p.default for p in inspect.signature(calls.convert).parameters.values() if p.kind is p.KEYWORD_ONLY
+    }
+    assert keywords.keys() == ConvertedOptions.__annotations__.keys() == GIVEN.keys() | {"mask"}
+    described = {option.name: option.default for option in OPTIONS_OF_OPS if option.name in keywords}
+    assert described.pop("softmax_scale") == 1 and keywords["softmax_scale"] is None
+    assert described.items() <= keywords.items()
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_an_option_reaches_the_field_of_its_name(name: str) -> None:
+    """calls.convert() and decode._convert() give the ops their arguments by position."""
+    q, (value, expected) = torch.zeros(1, 1, 1, 4), GIVEN[name]
+    lengths = (torch.tensor([2]), torch.tensor([3]), 4, 5)
+    expected = (
+        dict(zip(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), lengths, strict=True)) | expected
+    )
+    fields = {option.name: option.default for option in OPTIONS_OF_OPS} | {"softmax_scale": 0.5} | expected
+    tensors, numbers = calls.convert("forward", q, q, q, lengths, "bhsd", **{name: value})
+    got = tensors._asdict() | numbers._asdict()
+    assert all(got.pop(each) is q for each in "qkv") and got.pop("bhsd") is True and fields.pop("bhsd") is False
+    assert same(got, fields)
+    decoded = {option.name: fields[option.name] for option in OPTIONS_OF_OPS if option.decodes}
+    if expected.keys() <= decoded.keys():
+        assert same(dict(zip(decoded, decode._convert(q, lengths, **{name: value}), strict=True)), decoded)
+
+
+def same(got: dict[str, Any], expected: dict[str, Any]) -> bool:
+    return list(got) == list(expected) and all(
+        a is b if isinstance(b, torch.Tensor) else a == b for a, b in zip(got.values(), expected.values(), strict=True)
+    )
 
 
 def test_version() -> None:

@@ -14,12 +14,11 @@ from torch.autograd import forward_ad
 
 import flashattn_ext
 from flashattn_ext import ops
-from flashattn_ext.calls import converter, lengths_of
+from flashattn_ext.calls import convert, lengths_of
 from flashattn_ext.options import CallOptions, CallTensors
 
 CASES = {**OPTIONS, **{f"bias {shape}": {**OPTIONS["biases"], "bias": shape + "k"} for shape in BROADCASTS}}
 LENGTHS = {"cu_seqlens_q": cu_seqlens([4, 0, 3, 2], "cpu"), "cu_seqlens_k": cu_seqlens([5, 2, 1, 0], "cpu")}
-CALL = converter("forward")
 
 
 def op_arguments(leaves: dict[str, Tensor], given: dict[str, Any]) -> tuple[CallTensors, CallOptions, Tensor | None]:
@@ -27,7 +26,7 @@ def op_arguments(leaves: dict[str, Tensor], given: dict[str, Any]) -> tuple[Call
     given, tensors = dict(given), {name: t.detach() for name, t in leaves.items()}
     lengths = lengths_of(*(given.pop(name, None) for name in LENGTHS), 0, 0)
     seed, layout = given.pop("rng_seed", None), given.pop("layout", "bshd")
-    call, options = CALL(*(tensors.pop(name) for name in "qkv"), lengths, layout, **tensors, **given)
+    call, options = convert("forward", *(tensors.pop(name) for name in "qkv"), lengths, layout, **tensors, **given)
     return call, options, ops.dropout_state(call.q, options.dropout_p, seed)
 
 

@@ -1,9 +1,9 @@
 // Backward: dq, dk, dv by recomputing the probabilities from lse (FlashAttention-2, Dao 2023, Algorithm 2).
 //
-// One work item is a key tile of one KV head: dk and dv stay in scratch memory while it iterates over the query tiles
-// of all query heads of its group. Scores are transposed as in forward.h. dq is a sum over key tiles, which add to it
-// in ascending order (turns.h), so that the result has the same bits for every number of threads. Next: scores.h (from
-// P and dP to dS), backward_workspace.h.
+// One work item is a key tile of one KV head: dk and dv stay in scratch memory while it iterates over the query
+// tiles of all query heads of its group. Scores are transposed as in forward.h. dq is a sum over key tiles, which add
+// to it in ascending order (turns.h), so that the result has the same bits for every number of threads. Next: scores.h
+// (from P and dP to dS), backward_workspace.h.
 #pragma once
 
 #include "cpu/backward/backward_finish.h"

@@ -27,8 +27,8 @@ inline void finish_sink(const AttnGradParams& p, const BackwardWorkspace<In, Op>
   static_cast<Real*>(p.dsink)[h] = static_cast<Real>(sum);
 }
 
-// Adds, in a fixed order over the rows, the centres of each row times the sum of its logit gradients to the gradients
-// of one head's slope and relative bias (bias.h).
+// Adds, in a fixed order over the rows, the centres of each row times the sum of its logit gradients to the
+// gradients of one head's slope and relative bias (bias.h).
 template <class In, class Op>
 inline void finish_biases(const AttnGradParams& p, const BackwardWorkspace<In, Op>& workspace, int64_t h) {
   using Real = typename Op::Real;

@@ -49,7 +49,8 @@ inline typename Op::Real dot_rows(const In* x, const In* y, int64_t n) {
   return lanes[0];
 }
 
-// The same in the order of score_product() (gemm.h), in which dP is computed. n: at most kLargestHeadDim.
+// The dot product of two rows, summed in the order of score_product() (gemm.h), in which dP is computed. n: at most
+// kLargestHeadDim.
 template <class Op, class In>
 FLASHATTN_SHARED typename Op::Real dot_as_products(const In* x, const In* y, int64_t n) {
   using S = typename Op::S;

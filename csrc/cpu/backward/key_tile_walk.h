@@ -165,7 +165,7 @@ class KeyTileWalk {
   const TileSize size;
   const Rule rule;
   PhiloxKey philox{0, 0};
-  HeadBias<Real> bias;  // of the current query head
+  HeadBias<Real> bias;  // the slope and biases of the current query head
   int64_t batch = 0, key_tile = 0, key0 = 0, key_count = 0;
   Sequence queries{0, 0}, keys{0, 0};
 };

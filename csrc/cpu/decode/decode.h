@@ -328,7 +328,7 @@ class Decode {
       }
     });
   }
-  // The same with masked scores: skips masked keys, because 0 times a value that is not finite is NaN.
+  // Adds the values of the keys that are not hidden: 0 times the value of a hidden key is NaN where it is not finite.
   template <int R>
   void add_seen_values(const Staged* const* v, int64_t count, Real* scores, int64_t rows, const uint32_t* hidden,
                        Real* out) const {

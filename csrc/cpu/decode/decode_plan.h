@@ -23,7 +23,7 @@ class DecodePlan {
     return has_few_queries(p, b, kFloatLanes) && !p.invariant ? query_sequence(p, b).length * p.group_size() : 0;
   }
   int64_t blocks(int64_t b) const { return ceil_div(rows(b), kDecodeRows); }
-  int64_t block_rows(int64_t b) const { return lesser(rows(b), kDecodeRows); }  // of the largest block
+  int64_t block_rows(int64_t b) const { return lesser(rows(b), kDecodeRows); }  // rows of the largest block
   // Number of KV splits. The choice depends only on the sequence, so that the result is bit-identical for every batch
   // and number of threads: few enough that combining the splits and the latency of their first keys cost little, and
   // enough for a few sequences to keep many threads busy.

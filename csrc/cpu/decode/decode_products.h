@@ -383,7 +383,7 @@ struct BandValues {
 };
 
 #if defined(FLASHATTN_ISA_BF16)
-// The same for pairs of adjacent keys (dot_bf16.h), with weights rounded to bfloat16 as in forward.h. weights: units
+// BandValues for pairs of adjacent keys (dot_bf16.h), with weights rounded to bfloat16 as in forward.h. weights: units
 // [keys / (2 * kPairs)][R][kPairs].
 template <int R>
 struct BandValues<BFloat16, Bf16DotOp, R> {

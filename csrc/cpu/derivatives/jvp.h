@@ -24,7 +24,7 @@ struct JvpScratch {
   JvpScratch(const JvpParams& p, void* base) : JvpScratch(p, tile_size<Op>(p), ScratchCarver(base)) {}
 
   TileSize size;
-  int64_t units, units_v, columns_v;   // of a padded row: units of q and k, units and columns of v
+  int64_t units, units_v, columns_v;   // sizes of a padded row: units of q and k, units and columns of v
   Unit* staged;                        // q, tq, v and tv in turn, as staged rows (pack.h)
   Unit *q_transposed, *tq_transposed;  // B operands
   Unit* values;                        // v and tv in turn, a B operand

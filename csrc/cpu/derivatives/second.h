@@ -304,8 +304,8 @@ inline void finish_second_sink(const SecondParams& p, const SecondWorkspace<In, 
     const Real* const tlse = row_of<const Real>(p.tangents.lse, b, h, queries.start);
     const Real *const delta = workspace.delta_of(p, b, h), *const r = workspace.r_of(p, b, h);
     for (int64_t i = 0; i < queries.length; ++i) {
-      const double moved = tangent - static_cast<double>(tlse[i]);
-      const double gradient = static_cast<double>(delta[i]) * moved + static_cast<double>(r[i]);
+      const double centred = tangent - static_cast<double>(tlse[i]);
+      const double gradient = static_cast<double>(delta[i]) * centred + static_cast<double>(r[i]);
       sum -= weight_of_sink(p, b, h, queries.start + i, sink) * gradient;
     }
   }

@@ -67,7 +67,7 @@ class SecondVector : public KnownVector<Accuracy, kMasked, kDropout, Op, Rule> {
         minus_tlse_(S::zero() - S::load(rows.tlse + lane)) {}
 
   // A - tlse, given the tangent of the scaled product.
-  V moved(int64_t key, const Rule& rule, V product, V score) const {
+  V centred(int64_t key, const Rule& rule, V product, V score) const {
     return tangent.logit(key, rule, product, score) + minus_tlse_;
   }
   // m dP and m B.
@@ -96,10 +96,10 @@ inline void find_row_sums(const ScoreTile<Op>& tile, const TangentTile<Op>& tang
   V sum = S::zero(), r = S::zero(), dot = S::zero();
   for (int64_t j = keys.begin; j < keys.end; ++j) {
     const V score = vector.scores.load(j), exponent = vector.exponent(j, score), weight = vector.weight(j, exponent);
-    const V dp = vector.dp(j), moved = vector.moved(j, rule, vector.tangent.product(j), score);
+    const V dp = vector.dp(j), centred = vector.centred(j, rule, vector.tangent.product(j), score);
     sum = sum + weight;
     dot = dot + vector.of_visible(j, exponent, weight * dp);
-    r = r + vector.of_visible(j, exponent, weight * S::fma(dp, moved, vector.of_values(j)));
+    r = r + vector.of_visible(j, exponent, weight * S::fma(dp, centred, vector.of_values(j)));
   }
   const V factor = rows.known.template normalise<S>(lane, sum);
   const auto keep_exact = [&](auto* to, V exact) {
@@ -134,10 +134,10 @@ inline void differentiate_twice_vectors(const ScoreTile<Op>& tile, const Tangent
       const auto& vector = vectors[n];
       const V score = vector.scores.load(j), exponent = vector.exponent(j, score);
       const V weight = vector.weight(j, exponent), product = vector.tangent.product(j);
-      const V moved = vector.moved(j, rule, product, score), dp = vector.dp(j) + minus_delta[n];
+      const V centred = vector.centred(j, rule, product, score), dp = vector.dp(j) + minus_delta[n];
       const V dlogit = weight * dp;
-      const V e = vector.of_visible(j, exponent, weight * S::fma(dp, moved, vector.of_values(j) + minus_r[n]));
-      value_weight[n] = vector.scores.kept(j, vector.of_visible(j, exponent, weight * moved));
+      const V e = vector.of_visible(j, exponent, weight * S::fma(dp, centred, vector.of_values(j) + minus_r[n]));
+      value_weight[n] = vector.scores.kept(j, vector.of_visible(j, exponent, weight * centred));
       V dproduct = e;
       if constexpr (kIsGeneral<Rule>) {
         dproduct = rule.times_slope(e, score);

@@ -71,9 +71,9 @@ class TangentVector {
     return biases_.logits(key, S::zero()) * S::set1(kLn2<Real>);
   }
   V logit(int64_t key, const Rule& rule, V product, V score) const {
-    const V moved = of_product(rule, product, score);
-    if constexpr (!kIsGeneral<Rule>) return moved;
-    return moved + of_biases(key);
+    const V logit_tangent = of_product(rule, product, score);
+    if constexpr (!kIsGeneral<Rule>) return logit_tangent;
+    return logit_tangent + of_biases(key);
   }
   V load(int64_t key) const { return S::load(scores_ + key * queries_); }
   void store(int64_t key, V x) const { S::store(scores_ + key * queries_, x); }
@@ -149,10 +149,11 @@ inline void weigh_tangents_of_vector(const ScoreTile<Op>& tile, const TangentTil
     const V weight = vector.weight(j, exponent);
     // The tangent of a masked pair may be NaN.
     const V of_product = vector.of_visible(j, exponent, tangent.of_product(rule, tangent.product(j), score));
-    V moved = of_product;
-    if constexpr (kIsGeneral<Rule>) moved = moved + vector.of_visible(j, exponent, tangent.of_biases(j));
+    V logit_tangent = of_product;
+    if constexpr (kIsGeneral<Rule>)
+      logit_tangent = logit_tangent + vector.of_visible(j, exponent, tangent.of_biases(j));
     vector.scores.store(j, weight);
-    tangent.store(j, moved);
+    tangent.store(j, logit_tangent);
     sum = sum + weight;
     product_sum = S::fma(weight, of_product, product_sum);
   }
@@ -163,10 +164,10 @@ inline void weigh_tangents_of_vector(const ScoreTile<Op>& tile, const TangentTil
   S::store(rows.total + lane, total + sum);
   V deviation = S::load(rows.deviation + lane);
   auto forms = [&](int64_t j, V* weight) {
-    const V moved = vector.scores.load(j) * (tangent.load(j) - pivot);
-    deviation = deviation + moved;
+    const V centred = vector.scores.load(j) * (tangent.load(j) - pivot);
+    deviation = deviation + centred;
     *weight = vector.scores.kept(j, vector.scores.load(j));
-    return vector.scores.kept(j, moved);
+    return vector.scores.kept(j, centred);
   };
   for (int64_t j = keys.begin; j < keys.end; j += 2) {
     const bool both = j + 1 < keys.end;

@@ -25,7 +25,7 @@ struct ForwardScratch {
   ForwardScratch(const AttnParams& p, void* base) : ForwardScratch(p, tile_size<Op>(p), ScratchCarver(base)) {}
 
   TileSize size;
-  int64_t units, units_v, columns_v;  // of a padded row: units of q and k, units and columns of v
+  int64_t units, units_v, columns_v;  // sizes of a padded row: units of q and k, units and columns of v
   Unit* staged;                       // Q, later V, as staged rows (pack.h)
   Unit *q_transposed, *values;        // B operands
   Unit* keys;                         // K as the A operand
@@ -260,7 +260,7 @@ class Forward {
 
   const AttnParams& p;
   const DecodeParams* const cache;
-  std::conditional_t<kIsFloat8<In>, Rule, const Rule> rule;  // of an fp8 call: with the descales of the current head
+  std::conditional_t<kIsFloat8<In>, Rule, const Rule> rule;  // in an fp8 call with the descales of the current head
   ForwardScratch<In, Op> scratch;
   const TileSize size;
   PhiloxKey philox{0, 0};

@@ -34,7 +34,7 @@ inline auto for_dtype(DType dtype, Body body) {
 #endif
 }
 
-// The same for the forward and decoding, with In as the type of keys and values (fp8.h).
+// for_dtype() of the forward and decoding, where In is the type of keys and values (fp8.h).
 template <class Body>
 inline auto for_inputs(const AttnParams& p, Body body) {
   if (p.is_fp8) return body(Float8{}, BFloat16Op{}, Exp2Half{});

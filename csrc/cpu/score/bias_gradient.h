@@ -250,7 +250,7 @@ class BiasGradient {
   static void add_to(float* sum, Real x) { *sum += static_cast<float>(x); }
   static void add_to(double* sum, Real x) { *sum += static_cast<double>(x); }
 
-  // The same for a whole vector of keys.
+  // Adds the gradients of a whole vector of keys.
   template <class Element>
   static void add_vector(Element* sum, V x) {
     if constexpr (std::is_same<Element, Real>::value) {

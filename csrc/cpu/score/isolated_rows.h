@@ -87,7 +87,7 @@ class IsolatedRows {
     for (int64_t n = 0; n < count_; ++n) std::memset(finite_ + numbers_[n] * units_, 0, units_ * sizeof(Unit));
     return {finite_, units_};
   }
-  // The same where the product does not read non-finite rows anyway.
+  // Finds them for a product that does not read non-finite rows anyway.
   FLASHATTN_SHARED void locate(const In* from, int64_t stride, int64_t rows, int64_t columns) {
     from_ = from;
     stride_ = stride;
@@ -131,7 +131,7 @@ struct RowsThatSee {
     }
   }
 };
-// The same where all `rows` rows of a tile see the key.
+// Calls body(row) for all `rows` rows of a tile: all of them see the key.
 struct EveryRow {
   int64_t rows;
   template <class Body>

@@ -31,7 +31,7 @@ struct KnownLse {
   }
 
   Real* top;
-  Real* large_top;  // of rows that round their products (score.h), 0 for others; their `top` is 0
+  Real* large_top;  // top of rows that round their products (score.h), whose `top` is 0; 0 for the others
   Real* log2_sum;
   bool rounds = false;   // whether any row does: its stored scores then need subtract_rounded()
   bool narrows = false;  // whether the log-sum-exp of any row is among those that narrowed() changes

@@ -28,7 +28,7 @@ struct ScoreTile {
     keep_bits = carve->take<uint16_t>(has_dropout ? size.keys * queries / kDropoutLanes : 0);
   }
 
-  int64_t queries;  // of a whole tile: the stride between the score rows of two keys
+  int64_t queries;  // rows of a whole tile: the stride between the scores of two keys
   BiasTile<Op> biases;
   KeyRows<Op> limits;  // used by partially masked panels
   bool has_dropout;

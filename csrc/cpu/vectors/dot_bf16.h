@@ -88,7 +88,7 @@ struct Bf16DotOp {
   static Units second_pairs(Units a, Units b) {
     return vreinterpretq_u32_u16(vzip2q_u16(vreinterpretq_u16_u32(a), vreinterpretq_u16_u32(b)));
   }
-  // The same for units.
+  // Interleaves the units of the first halves of a and b; of the second halves.
   static Units first_units(Units a, Units b) { return vzip1q_u32(a, b); }
   static Units second_units(Units a, Units b) { return vzip2q_u32(a, b); }
   // The first half of a and that of b; the second halves.

@@ -1,8 +1,8 @@
 // The matrix product under every stage: C[rows, lanes] = init + sum_k A(row, k) * B[k, lanes].
 //
 // A is read and broadcast one element at a time, so it may be the caller's tensor with any row stride; B is read in
-// whole vectors, panel by panel (Panels). Sizes are in units of 4 or 8 bytes: a unit is one float or double, or a pair
-// of bfloat16 at adjacent k (Bf16DotOp). BFMMLA reads vectors of both operands (matrix_tile).
+// whole vectors, panel by panel (Panels). Sizes are in units of 4 or 8 bytes: a unit is one float or double, or a
+// pair of bfloat16 at adjacent k (Bf16DotOp). BFMMLA reads vectors of both operands (matrix_tile).
 #pragma once
 
 #include "cpu/vectors/dot_bf16.h"

@@ -144,7 +144,7 @@ struct Transpose {
 #endif
 
 #if defined(FLASHATTN_ISA_AVX512)
-  // The same as single instructions that stay within 16-byte lanes or need no index vector.
+  // low() and high() as single instructions, which stay within 16-byte lanes or need no index vector.
   template <int H>
   static V low16(V a, V b) {
     const __m512i x = reinterpret_cast<__m512i>(a), y = reinterpret_cast<__m512i>(b);
@@ -280,8 +280,8 @@ struct PanelForms {
     Op::S::store(to + key * stride + lane, even);
     if (odd) Op::S::store(to + (key + 1) * stride + lane, *odd);
   }
-  // The same for `vectors` vectors and both keys; `to` is the row of pairs. Without pairs, queries() already writes
-  // this layout.
+  // For products along pairs of keys: both keys of a pair, and the queries of `vectors` vectors; `to` is the row of
+  // pairs. Does nothing for units of one element, for which queries() already writes this layout.
   static void pairs(typename Op::Unit*, int64_t, int64_t, int64_t, const V*, const V*, int) {}
   // One element in the layout of queries() or keys().
   static Real of_query(const Real* panel, int64_t stride, int64_t key, int64_t lane) {

@@ -12,7 +12,7 @@ inline In* row_of(const TensorView& t, int64_t batch, int64_t head, int64_t row)
   return static_cast<In*>(t.data) + batch * t.batch_stride + head * t.head_stride + row * t.row_stride;
 }
 
-// The same row of a [B, H, S] statistic.
+// The row of a [B, H, S] statistic.
 template <class Real>
 inline Real* row_of(const RowView& t, int64_t batch, int64_t head, int64_t row) {
   return static_cast<Real*>(t.data) + batch * t.batch_stride + head * t.head_stride + row;

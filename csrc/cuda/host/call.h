@@ -8,7 +8,7 @@
 namespace flashattn_ext {
 
 inline int64_t bytes_of(DType type) { return type == DType::kFloat32 ? 4 : type == DType::kFloat8 ? 1 : 2; }
-inline int64_t element_bytes(const AttnParams& p) { return bytes_of(p.dtype); }  // of q
+inline int64_t element_bytes(const AttnParams& p) { return bytes_of(p.dtype); }  // bytes of an element of q
 inline int64_t out_bytes(const AttnParams& p) { return bytes_of(p.is_fp8 ? p.out_dtype : p.dtype); }
 // The element size of the keys and values of a decoding call, which may be fp8 where q is not.
 inline int64_t key_bytes(const AttnParams& p) { return bytes_of(p.is_fp8 ? DType::kFloat8 : p.dtype); }

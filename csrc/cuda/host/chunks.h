@@ -34,12 +34,12 @@ struct ChunkPartials {
   float* out = nullptr;      // [slots, rows, columns], not normalised
   ChunkSum* sums = nullptr;  // [slots, rows]
   float* largest = nullptr;  // [slots, rows]: largest logits, in units of log2; nullptr: not wanted
-  int chunks = 0;            // of a sequence, from the shapes. Slot: (b * heads + h) * chunks + chunk
-  int heads = 0;             // of a sequence: query heads / group
-  int keys = 0;              // of a chunk
-  int rows = 0;              // of a sequence and head, which are one tile of queries: queries * group
+  int chunks = 0;            // chunks of a sequence, from the shapes. Slot: (b * heads + h) * chunks + chunk
+  int heads = 0;             // heads of a sequence: query heads / group
+  int keys = 0;              // keys of a chunk
+  int rows = 0;              // rows of a sequence and head, which are one tile of queries: queries * group
   int group = 1;         // query heads that read the same keys and are rows of one tile; row i is of query i / group
-  int columns = 0;       // of a row, whole vectors
+  int columns = 0;       // columns of a row, whole vectors
   int* taken = nullptr;  // TileGrid::taken, zeroed
   KeyPages pages;
 };
@@ -48,8 +48,8 @@ struct ChunkPartials {
 struct ChunkKernel {
   void (*run)(const AttnParams&, const ChunkPartials&) = nullptr;
   int rows = 0;       // at most, of a sequence and head
-  int keys = 0;       // of a chunk
-  int tile_keys = 0;  // of a tile of keys
+  int keys = 0;       // keys of a chunk
+  int tile_keys = 0;  // keys of a tile
 };
 
 }  // namespace flashattn_ext

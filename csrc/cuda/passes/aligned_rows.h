@@ -1,5 +1,5 @@
-// Inputs whose rows the kernels cannot read in whole 16-byte vectors: head dims that are not a multiple of 8 (in fp8
-// of 16), and views with an unaligned start or stride.
+// Inputs whose rows the kernels cannot read in whole 16-byte vectors: head dims that are not a multiple of 8 (in
+// fp8 of 16), and views with an unaligned start or stride.
 #pragma once
 
 #include "derivative_params.h"

@@ -1,6 +1,6 @@
 // Asynchronous copies between global and shared memory by TMA, one instruction in each wrapper: of boxes of tensors
-// into shared memory and out of it (PTX ISA, "cp.async.bulk.tensor" and "cp.reduce.async.bulk.tensor"), and additions
-// of whole pieces of shared memory ("cp.reduce.async.bulk").
+// into shared memory and out of it (PTX ISA, "cp.async.bulk.tensor" and "cp.reduce.async.bulk.tensor"), and
+// additions of whole pieces of shared memory ("cp.reduce.async.bulk").
 //
 // The asynchronous proxy reads shared memory: the threads that have written it call fence_async_shared before they
 // signal the thread that starts a store or an addition. Groups of those belong to the thread that has started them.

@@ -21,10 +21,10 @@ struct TileBias : DistanceBias<kTransposed, kRowTiles, kColumnTiles> {
   // tile. They are loaded before the wait for the product of the scores.
   using Ahead = uint32_t[kRowTiles][2][kColumnTiles];
 
-  bool has_bias;             // of any shape
+  bool has_bias;             // a bias of any shape
   bool wide;                 // the bias is fp32, otherwise it is of the input type
   bool whole;                // all of the tile is within the sequence
-  int rows_left, keys_left;  // of the sequence, from the lane's first score on
+  int rows_left, keys_left;  // rows and keys of the sequence from the lane's first score on
 
   __device__ __forceinline__ TileBias(const AttnParams& p, int b, int h, const Mask32& mask, int row0, int key0)
       : Distances(p, b, h, mask, row0, key0) {

@@ -15,8 +15,8 @@ namespace flashattn_ext {
 template <bool kTransposed>
 struct Place {
   int row, key;       // query and key of the lane's first score
-  int distance;       // of that score: key - position of the query
-  int tile_distance;  // of the first score of the warp's tile
+  int distance;       // distance of that score: key - position of the query
+  int tile_distance;  // distance of the first score of the warp's tile
 
   // row0, key0: of the first score of the warp's tile. Mask: Mask32 or UnplacedMask32.
   template <class Mask>
@@ -90,7 +90,7 @@ struct DistanceBias {
   HeadBias<float> head;
   bool has_slopes;
   bool is_invariant;  // the bits of a bias must not depend on the tile that its score is in
-  int reach;          // of the relative bias, limited to 2^30, which no distance reaches
+  int reach;          // reach of the relative bias, limited to 2^30, which no distance reaches
   Reached range;
   float end;  // the relative bias of the whole tile where it is clamped, in units of log2
 
@@ -230,7 +230,7 @@ struct DistanceBias {
   template <bool kInside>
   __device__ __forceinline__ void add_relative(float (&x)[kRowTiles][kColumnTiles][4], float scale) const {
     constexpr int kBands = 2 * kRowTiles;
-    float recent[kBands][2];  // of rows 8 * k
+    float recent[kBands][2];  // for rows 8 * k
     float lowest = 0;
 #pragma unroll
     for (int n = 0; n < kColumnTiles; ++n) {

@@ -88,7 +88,7 @@ struct Dropout {
   template <class Core, int kSteps>
   __device__ __forceinline__ void drop(typename Core::A (&weights)[kSteps], const Origin& origin, int64_t head, int row,
                                        int column) const {
-    constexpr int kBlocks = kSteps * Core::kK / 16;  // of 16 keys
+    constexpr int kBlocks = kSteps * Core::kK / 16;  // blocks of 16 keys
 #pragma unroll
     for (int first = 0; first < kBlocks; first += 4) {
       const PhiloxWords even = words(origin, head, row, column + first * 16, g(), 2 * t());
@@ -103,10 +103,10 @@ struct Dropout {
     }
   }
 
-  // For transposed scores of 64 keys from `key` on, 16 in each of four warps, and 16 queries from `query` on (multiples
-  // of 64 and 16). One call of the generator serves all four warps, so a warp draws for the others too. Warp w keeps
-  // element e of query tile n when bit 7 + 8 * (n + 2 * (e / 2)) of the result is set after shifting it to the left by
-  // w, and for odd queries (e % 2) by another 4.
+  // For transposed scores of 64 keys from `key` on, 16 in each of four warps, and 16 queries from `query` on
+  // (multiples of 64 and 16). One call of the generator serves all four warps, so a warp draws for the others too. Warp
+  // w keeps element e of query tile n when bit 7 + 8 * (n + 2 * (e / 2)) of the result is set after shifting it to the
+  // left by w, and for odd queries (e % 2) by another 4.
   __device__ __forceinline__ uint32_t transposed_warps(const Origin& origin, int64_t head, int key, int query) const {
     const PhiloxWords even = words(origin, head, query, key, 2 * t(), g()),
                       odd = words(origin, head, query, key, 2 * t() + 1, g());
@@ -118,8 +118,8 @@ struct Dropout {
     return bits;
   }
 
-  // For transposed scores [key][query]: what a lane keeps of kTiles 16-key tiles and 16 queries. When kTiles is a power
-  // of two, the tiles are within 64 keys, which one call of the generator serves.
+  // For transposed scores [key][query]: what a lane keeps of kTiles 16-key tiles and 16 queries. When kTiles is a
+  // power of two, the tiles are within 64 keys, which one call of the generator serves.
   template <int kTiles>
   struct Column {
     uint32_t even[kTiles], odd[kTiles];

@@ -40,7 +40,7 @@ struct TanhOf {
 struct GeneralScore {
   bool is_capped;
   float factor, softmax_scale;
-  float inner, inverse;  // of a capped rule; inverse: of the factor
+  float inner, inverse;  // only a capped rule has them; inverse is 1 / factor
 
   static GeneralScore of(const AttnParams& p) {
     if (p.softcap > 0) {

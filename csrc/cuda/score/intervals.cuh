@@ -25,11 +25,11 @@ __device__ __forceinline__ bool sees_all(const IntervalExtremes& keys, const Lim
 // The extremes of the keys of one sequence, for `heads` query heads from h on together. Without a Mask all rows see all
 // keys. Keys are counted from the first of the sequence.
 struct KeyExtremes {
-  const IntervalExtremes* granules;  // of the first of the Mask's heads; null: no Mask
+  const IntervalExtremes* granules;  // granules of the first of the Mask's heads; null: no Mask
   int64_t head_stride;
-  int heads;              // of the Mask
+  int heads;              // heads of the Mask
   int supers;             // after how many granules the coarse level begins
-  int key_start, length;  // of the sequence; key_start counts from the first key of granule 0
+  int key_start, length;  // the sequence's; key_start counts from the first key of granule 0
 
   __device__ __forceinline__ KeyExtremes(const AttnParams& p, int b, int h, int heads_q, int key_start, int length)
       : key_start(key_start), length(length) {
@@ -108,8 +108,8 @@ struct alignas(16) IntervalPairs {
 
 // --- forward: the key tiles of a query tile, the last one first -----------------------------------------------------
 
-// Finds the tiles of kKeys keys that some of `rows` see. All lanes of a warp call it together; each of them checks one
-// of 32 tiles.
+// Finds the tiles of kKeys keys that some of `rows` see. All lanes of a warp call it together; each of them checks
+// one of 32 tiles.
 template <int kKeys>
 struct KeyTileFinder {
   KeyExtremes extremes;

@@ -119,7 +119,7 @@ struct OnlineSoftmax {
   // The running maximum that weights are relative to, in units of log2; -inf before the first logit. It may stay below
   // the largest logit (kTolerance), and starts at the sink.
   float max[2];
-  float sum[2];         // of this lane's weights so far
+  float sum[2];         // sum of this lane's weights so far
   float largest_logit;  // so far, in units of log2: of row g in lanes with an even t, of row g + 8 in the others
 
   // A sink is a logit before the first key.

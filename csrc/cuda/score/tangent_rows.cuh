@@ -22,13 +22,13 @@ struct SinkTangent {
 // What tout and tlse of a row consist of, besides the sum over its keys.
 struct RowTangent {
   float lse;     // the tangent of lse; 0 if the row has no weight
-  float factor;  // of out
+  float factor;  // factor of out
   float sums;    // the factor of the sums over keys
 };
 
-// State of rows g and g + 8 of each of a warp's row tiles. The sums are of P * (A - pivot), about a pivot near the mean
-// of A (cpu/derivatives/tangent.h explains it). total and deviation are this lane's sums of P and of P * (A - pivot).
-// kTwoWords: weights always come from both words of lse (large_rows.cuh).
+// State of rows g and g + 8 of each of a warp's row tiles. The sums are of P * (A - pivot), about a pivot near the
+// mean of A (cpu/derivatives/tangent.h explains it). total and deviation are this lane's sums of P and of
+// P * (A - pivot). kTwoWords: weights always come from both words of lse (large_rows.cuh).
 template <int kRowTiles, bool kTwoWords>
 struct TangentRows {
   float lse[kRowTiles][2];  // one word in units of log2, or the mark; +inf for rows without a weight

@@ -26,8 +26,8 @@ struct BackwardWorkspace {
   int* dq_added;           // deterministic calls: [Hq][tiles][dq_parts], how many key tiles have added to a part of dq
   int* key_tiles_taken;    // by thread blocks (TileGrid::taken)
   Score score;
-  float keep_scale;      // of the weights that dropout keeps
-  float gradient_scale;  // of the sums for dq and dk
+  float keep_scale;      // factor of the weights that dropout keeps
+  float gradient_scale;  // factor of the sums for dq and dk
   int64_t rows, tile_rows, tile_floats, tiles, dq_parts;
   int64_t zeroed_bytes;  // from dq on: the buffers that the main stage adds to
   int64_t bytes;
@@ -91,7 +91,7 @@ struct BackwardWorkspace {
 struct GroupedWorkspace : BackwardWorkspace {
   float *dk, *dv;  // [Hk][key_tiles][tile_floats]
   int64_t key_tiles;
-  int dense_key_tiles;  // of a sequence of a dense call
+  int dense_key_tiles;  // key tiles of a sequence of a dense call
 
   GroupedWorkspace(const AttnGradParams& p, const BackwardWorkspace& base) : BackwardWorkspace(base) {
     dense_key_tiles = static_cast<int>((p.seqlen_k + tile_rows - 1) / tile_rows);

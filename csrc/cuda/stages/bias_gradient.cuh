@@ -16,18 +16,18 @@ namespace flashattn_ext {
 // kHasElements: there may be a bias of any shape too.
 template <int kKeyTiles, bool kHasElements>
 struct BiasSums {
-  float slope = 0;  // of gradient * (|distance| - centre)
-  float below = 0;  // of gradient * (1 - centre) in tiles that are wholly clamped to the lowest entry of the relative
+  float slope = 0;  // sum of gradient * (|distance| - centre)
+  float below = 0;  // sum of gradient * (1 - centre) in tiles wholly clamped to the lowest entry of the relative
   float above = 0;  // bias, or to the highest, and of gradient * -centre in the others
-  float keys[kKeyTiles][2] = {};  // of a bias that all rows share: for each of the lane's keys
+  float keys[kKeyTiles][2] = {};  // sums for the lane's keys, of a bias that all rows share
 };
 
 // How a kernel sums up the gradient of a relative bias. On Hopper the code for exact sums costs registers, and under
 // that register pressure ptxas serialises all wgmma.
 enum class RelativeGradient { kInAnyOrder, kInAnyOrderOrExact };
 
-// The gradients of the biases of one head and one tile of a warp. Bias: TileBias or DistanceBias. Centres: the centres
-// of rows (rules/bias.h); pair(centre, n) returns a centre of the lane's two rows of query tile n.
+// The gradients of the biases of one head and one tile of a warp. Bias: TileBias or DistanceBias. Centres: the
+// centres of rows (rules/bias.h); pair(centre, n) returns a centre of the lane's two rows of query tile n.
 template <class Bias, class T, int kKeyTiles, int kQueryTiles, RelativeGradient kRelative, class Centres>
 struct TileBiasGradient {
   using Sums = BiasSums<kKeyTiles, Bias::kHasElements>;
@@ -139,7 +139,7 @@ struct TileBiasGradient {
 #pragma unroll
     for (int n = 0; n < kQueryTiles; ++n) {
       const float2 centre = centres.pair(which, n);
-      float sum[2] = {};  // of even and odd rows
+      float sum[2] = {};  // sums over even and over odd rows
 #pragma unroll
       for (int i = 0; i < kKeyTiles; ++i) {
 #pragma unroll

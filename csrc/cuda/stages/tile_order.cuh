@@ -33,7 +33,7 @@ struct TileOrder {
 // The tile scheduler of persistent kernels: thread blocks take tiles one after another, and a block that is done early
 // takes more.
 struct TileGrid : TileOrder {
-  int tiles;  // of the whole call
+  int tiles;  // tiles of the whole call
   // How many tiles thread blocks have taken, beyond the first of each unless `take` says otherwise; in global memory.
   // nullptr, for `next` only and for kernels that take tiles in turn: every thread block has the same number of tiles,
   // or one less.

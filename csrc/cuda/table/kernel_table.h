@@ -107,8 +107,8 @@ inline constexpr KernelRow<sm80::ForwardTile> kSm80Forward[] = {
 };
 
 // Tiles: {warps, keys, queries, warps along the keys of the scores, warps along the keys of dk and dv, thread blocks
-// along the columns, stages of queries}, for 227 and for 99 KB of shared memory: the GPU chooses, not speed. The sums
-// of dq have the layout of the tile, so all rows of one element size and class have the same tiles.
+// along the columns, stages of queries}, for 227 and for 99 KB of shared memory: the GPU chooses, not speed. The
+// sums of dq have the layout of the tile, so all rows of one element size and class have the same tiles.
 inline constexpr KernelRow<sm80::BackwardTile> kSm80Backward[] = {
     // no figures of other tiles for as much shared memory:
     // 64 keys, two thread blocks on a multiprocessor: 253 instead of 271
@@ -401,9 +401,9 @@ inline constexpr KernelRow<sm90::SecondTile> kSm90Second[] = {
 // Decoding (cuda/decode/split/split.cuh), on every GPU. Tiles: {row tiles of a warp, warps along the rows, warps along the columns,
 // keys, stages, KV heads}. A class has a kernel for 16 packed rows and, up to 256, one for 64, for prefill and for
 // speculative decoding with many query heads for each KV head; the most frequent classes also have one for 32, where the
-// two warps of a team read the same keys. A call runs the smallest tile that holds its rows. Up to 256 columns each warp
-// of a tile of 16 rows is a team and needs no barrier with other warps in the mainloop. Two resident thread blocks of
-// four warps, each block with 50 KB to 70 KB of loads in flight, saturate the memory bandwidth of a multiprocessor.
+// two warps of a team read the same keys. A call runs the smallest tile that holds its rows. Up to 256 columns each
+// warp of a tile of 16 rows is a team and needs no barrier with other warps in the mainloop. Two resident thread
+// blocks of four warps, each with 50 KB to 70 KB of loads in flight, saturate the memory bandwidth of a multiprocessor.
 //
 // In fp8 a warp of a tile of 32 rows has all of them up to 128 columns, so that it widens keys and values once. Rows of
 // 64 bytes reach 0.7 of the memory bandwidth of an H200, so a tile for up to 8 rows reads those of two KV heads as one.

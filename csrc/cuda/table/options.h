@@ -1,5 +1,5 @@
-// Options: those that a call uses, and those that the policies of a kernel support. Kernels check every other property
-// of a call at run time.
+// Options: those that a call uses, and those that the policies of a kernel support. Kernels check every other
+// property of a call at run time.
 #pragma once
 
 #include "params.h"
@@ -15,7 +15,7 @@ enum Options : unsigned {
   kBias = 8,       // a bias of any shape in the inputs' 16 bits, whose tiles TMA can copy
   kRare = 16,      // any other bias, gradients of biases that few kernels can form, an origin that places rows
   kGeneral = 31,   // all of them
-  kGroups = 64,    // of a backward: the query heads of a group add up their dk and dv. Kernels run these calls alone
+  kGroups = 64,    // in a backward the query heads of a group add up their dk and dv. Kernels run these calls alone
   kFp8 = 32,  // inputs that were fp8: descales, and an out of another dtype. Kernels run either these calls or others
   kFp8Scores = 36,   // softcap as well
   kFp8General = 54,  // every option that calls in fp8 may have: softcap, a Mask, an origin that places rows

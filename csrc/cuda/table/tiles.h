@@ -5,10 +5,10 @@ namespace flashattn_ext::sm80 {
 
 struct ForwardTile {
   int warps = 0;
-  int row_tiles = 0;  // of a warp: 16 queries each
+  int row_tiles = 0;  // row tiles of a warp: 16 queries each
   int keys = 0;
   int blocks = 0;        // resident on a multiprocessor; bounds the registers
-  int stages = 1;        // of keys and values; with column_warps, of chunks of keys * 128 elements
+  int stages = 1;        // stages of keys and values; with column_warps, of chunks of keys * 128 elements
   int column_warps = 1;  // warps that have the same queries and divide the columns of `out`: forward_large.cuh
   constexpr int queries() const { return warps / column_warps * row_tiles * 16; }
   constexpr bool exists() const { return warps > 0; }
@@ -19,7 +19,7 @@ struct BackwardTile {
   int score_key_warps;  // warps among which the keys of the scores are divided; sets of them divide the queries
   int grad_key_warps;   // warps among which the keys of dk and dv are divided; sets of them divide the columns
   int splits;           // thread blocks among which the columns of dq, dk and dv are divided
-  int stages;           // of queries
+  int stages;           // stages of queries
   constexpr bool exists() const { return warps > 0; }
 };
 
@@ -36,7 +36,7 @@ enum class ForwardOrder {
 struct ForwardTile {
   int groups;  // warpgroups that compute; each has 64 queries
   int keys;
-  int stages;          // of keys and values
+  int stages;          // stages of keys and values
   ForwardOrder order;  // kOverlapped where a row names none
   constexpr int queries() const { return groups * 64; }
   constexpr bool exists() const { return groups > 0; }
@@ -54,9 +54,9 @@ enum class BackwardOrder {
 
 struct BackwardTile {
   int keys;             // 128: two warpgroups compute, or two thread blocks, with 64 each; 64: is_wide()
-  int queries;          // of a step of the walk
-  int stages;           // of queries and their output gradients
-  int key_stages;       // of keys and values: two stages prefetch the next tile
+  int queries;          // queries of a step of the walk
+  int stages;           // stages of queries and their output gradients
+  int key_stages;       // stages of keys and values: two prefetch the next tile
   BackwardOrder order;  // kPingPong where a row names none; backward_wide.cuh only tests for kPairs
   // One warpgroup each for dv, dk and dq (backward_wide.cuh).
   constexpr bool is_wide() const { return keys == 64 || order == BackwardOrder::kPairs; }
@@ -65,15 +65,15 @@ struct BackwardTile {
 
 struct ResidentTile {
   int rows;    // packed rows of a KV head, at most: a kernel has the multiple of 64 that holds those of the call
-  int keys;    // of a stage
-  int stages;  // of keys and values
+  int keys;    // keys of a stage
+  int stages;  // stages of keys and values
   constexpr bool exists() const { return rows > 0; }
 };
 
 struct SecondTile {
-  int keys;     // of a thread block
-  int queries;  // of a step of the walk
-  int stages;   // of queries, their output gradients and their tangents
+  int keys;     // keys of a thread block
+  int queries;  // queries of a step of the walk
+  int stages;   // stages of queries, their output gradients and their tangents
   constexpr bool exists() const { return keys > 0; }
 };
 
@@ -93,7 +93,7 @@ struct Tile {
   // KV heads that the rows are divided among. Their keys are adjacent in memory, and a team reads them together.
   int heads = 1;
   constexpr int all_rows() const { return 16 * row_tiles * row_warps; }
-  constexpr int rows() const { return all_rows() / heads; }  // of a KV head
+  constexpr int rows() const { return all_rows() / heads; }  // rows of a KV head
 };
 
 }  // namespace flashattn_ext::decode

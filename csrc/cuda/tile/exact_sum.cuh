@@ -12,13 +12,13 @@ namespace flashattn_ext {
 struct ExactSum {
   static constexpr int kLowestBit = -149;  // the last bit of the smallest float is 2^-149
   static constexpr int kWords = 9;
-  int64_t words[kWords];  // of weight 2^(32 i - 149) each; zeros at first
+  int64_t words[kWords];  // word i has the weight 2^(32 i - 149); all are zero at first
 
   // Adds a finite x if `wanted`, without branches.
   __device__ __forceinline__ void add_if(bool wanted, float x) {
     const uint32_t bits = __float_as_uint(x), exponent = bits >> 23 & 255;
     const uint32_t mantissa = (bits & 0x7FFFFFu) | (exponent != 0 ? 0x800000u : 0u);
-    const int position = static_cast<int>(exponent != 0 ? exponent - 1 : 0);  // of the mantissa's last bit
+    const int position = static_cast<int>(exponent != 0 ? exponent - 1 : 0);  // position of the mantissa's last bit
     int64_t value = static_cast<int64_t>(mantissa) << position % 32;
     if (bits >> 31) value = -value;
     ptx::add_if(wanted, words + position / 32, value & 0xFFFFFFFF);

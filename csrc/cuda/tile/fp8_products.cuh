@@ -1,6 +1,7 @@
 // Products of a warp with mma.sync whose B operands are fp8 in shared memory. ldmatrix reads two elements of 8 bits as
-// one of 16, and they are widened in registers to float16. So A is in float16 too: rows of q are multiplied by a power
-// of two that makes them fit, and weights are rounded to float16, which has three more bits of mantissa than bfloat16.
+// one of 16, and they are widened in registers to float16. So A is in float16 too: rows of q are multiplied by a
+// power of two that makes them fit, and weights are rounded to float16, which has three more bits of mantissa than
+// bfloat16.
 //
 // A lane holds four adjacent columns of a key, 4t to 4t + 3 of 16. mma takes them as indices 2t, 2t + 1, 2t + 8 and
 // 2t + 9 of the contracted axis, and prepare_query permutes the columns of q alike. Of values, whose matrices are
@@ -50,8 +51,8 @@ __device__ __forceinline__ float prepare_query(__half* row) {
   return __uint_as_float((exponent - kTop) << 23) * kOperandUnit;
 }
 
-// c = a * b^T. a(i, d): the operand of row tile i for columns [d, d + 16). b(words, n, d): words[m][j] has the elements
-// of the 8-row tile n + m for columns from d + 16 j on.
+// c = a * b^T. a(i, d): the operand of row tile i for columns [d, d + 16).
+// b(words, n, d): words[m][j] has the elements of the 8-row tile n + m for columns from d + 16 j on.
 template <int kHeadDim, class A, class B, int kRowTiles, int kColumnTiles>
 __device__ __forceinline__ void score_product_fp8(float (&c)[kRowTiles][kColumnTiles][4], const A& a, const B& b) {
   using Core = TensorCore<__half>;

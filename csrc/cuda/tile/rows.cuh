@@ -50,7 +50,7 @@ __device__ __forceinline__ float head_sink(const AttnParams& p, int64_t h) {
 }
 
 using Mask32 = BasicMask<int>;
-using UnplacedMask32 = BasicMask<int, false>;  // of kernels that run no call whose rows an origin places: options.h
+using UnplacedMask32 = BasicMask<int, false>;  // for kernels that run no call whose rows an origin places: options.h
 using Limits = Mask32::Range;                  // the keys that a query sees, or the queries that see a key
 
 __device__ __forceinline__ Limits uniform(const Limits& x) { return {uniform(x.begin), uniform(x.end)}; }

@@ -19,7 +19,7 @@ struct BackwardPlan;
 struct FewRowsKernel {
   void (*run)(const AttnGradParams&, const BackwardWorkspace&, const BackwardPlan&) = nullptr;
   int columns = 0;
-  int shared_bytes = 0;  // of a thread block; 0: it takes all of a multiprocessor
+  int shared_bytes = 0;  // shared memory of a thread block; 0: it takes all of a multiprocessor
 };
 
 size_t few_rows_bytes(const AttnGradParams& p, const FewRowsKernel& kernel);

@@ -51,7 +51,7 @@ constexpr int kSumThreads = 256, kSumsAtOnce = 8;
 struct SumPlan {
   int columns, groups;
   __host__ __device__ int row_threads() const { return columns / 4; }
-  __host__ __device__ int rows() const { return kSumThreads / (row_threads() * groups); }  // of a thread block
+  __host__ __device__ int rows() const { return kSumThreads / (row_threads() * groups); }  // rows of a thread block
 };
 
 // Few parts need no second round of loads.

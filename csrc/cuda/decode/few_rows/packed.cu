@@ -15,7 +15,7 @@ namespace {
 
 struct PackedLaunch {
   Plan plan{};
-  int64_t rows;     // of a KV head
+  int64_t rows;     // rows of a KV head
   int64_t q_bytes;  // bytes of the rotated queries
 
   PackedLaunch(const DecodeParams& p, const PackedKernel& kernel) : rows(p.seqlen_q * p.group_size()) {

@@ -10,7 +10,7 @@
 namespace flashattn_ext::decode {
 
 constexpr int kBlockRows = 16;      // queries of one head that are adjacent rows of a tile
-constexpr int64_t kMostParts = 64;  // of the keys of a KV head
+constexpr int64_t kMostParts = 64;  // parts that the keys of a KV head are divided into
 
 // The kernel of a row of the table. The plan is a fixed one (plan.h), whose tasks are all rows of a KV head: their row
 // tiles share the slots of a part. In a forward a part has part_keys keys, which depend on the shapes of one sequence
@@ -18,8 +18,8 @@ constexpr int64_t kMostParts = 64;  // of the keys of a KV head
 // 2 * total_k / part_keys slots for a KV head, whatever max_seqlen_k is.
 struct PackedKernel {
   void (*run)(const DecodeParams&, const Plan&) = nullptr;
-  int rows = 0;  // of a tile
-  int keys = 0;  // of a step
+  int rows = 0;  // rows of a tile
+  int keys = 0;  // keys of a step
   int columns = 0;
 };
 

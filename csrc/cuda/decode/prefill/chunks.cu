@@ -18,7 +18,7 @@
 namespace flashattn_ext::decode {
 namespace {
 
-constexpr int kThreads = 128, kColumns = 2;  // of a block, which adds up one row; columns of a thread
+constexpr int kThreads = 128, kColumns = 2;  // threads of a block, which adds up one row; columns of a thread
 static_assert(kThreads * kColumns == kMostChunkColumns);
 constexpr int kAtOnce = 16;  // chunks that a thread loads before it adds them
 

@@ -10,7 +10,7 @@
 
 namespace flashattn_ext::decode {
 
-constexpr int kMostChunkColumns = 256;  // of v and out
+constexpr int kMostChunkColumns = 256;  // columns of v and out
 
 inline int64_t chunks_of(const DecodeParams& p, const ChunkKernel& kernel) {
   return tile_count(p.cache.capacity(), kernel.keys);

@@ -124,8 +124,8 @@ __device__ __forceinline__ uint4 read_vector(const TensorView& from, int64_t ele
 // Where gathered rows go, and what is read for them.
 struct Gathered {
   uint4 *k, *v;
-  const void *k_end, *v_end;  // of the caches
-  int elements;               // of a vector
+  const void *k_end, *v_end;  // ends of the caches
+  int elements;               // elements of a vector
 };
 
 // Copies the keys and values of the sequences to contiguous rows, which begin capacity() rows after those of the

@@ -1,6 +1,6 @@
 // The step before the attention of a decoding call: appends new keys and values to the KV cache, and applies the rotary
-// embedding to new keys and to queries (Rotary in params.h), or copies the queries as they are. A warp copies one row
-// of one head.
+// embedding to new keys and to queries (Rotary in params.h), or copies the queries as they are. A warp copies one
+// row of one head.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 

@@ -18,7 +18,7 @@ namespace flashattn_ext::decode {
 namespace {
 
 constexpr int kColumns = 4;        // per thread
-constexpr int kMostThreads = 512;  // of a row and of a thread block
+constexpr int kMostThreads = 512;  // threads for a row, and threads of a thread block
 constexpr int kAtOnce = 4;         // parts that a thread loads before it accumulates them
 
 // One thread's columns of kAtOnce parts of a row, and the sums of these parts; 0 past the last part.

@@ -101,7 +101,7 @@ struct KeyFormat<Float8, kRowTiles> {
   // Weights relative to a sink far above the logits would vanish in float16.
   static constexpr bool kSoftmaxHasSink = false;
 
-  float of_products[kRowTiles][2];  // of the lane's rows: descales and the factor of the row
+  float of_products[kRowTiles][2];  // factors of products in the lane's rows: descales times the factor of the row
 
   template <int kHeadDim>
   static __device__ __forceinline__ void prepare_query(T* row) {

@@ -38,14 +38,14 @@ struct Split {
   static constexpr int kTeamBarriers = 1;  // named barriers, one for each team, from this number on; 0: __syncthreads
   static constexpr int kKeys = kTile.keys, kStages = kTile.stages;
   static constexpr bool kHasRegisters = sizeof(T) == 2 && kRowTiles == 1 && kHeadDim <= 128;  // registers to spare
-  static constexpr int kPack = Format::kPack, kRowElements = kHeads * kHeadDim / kPack;       // of a row of keys
+  static constexpr int kPack = Format::kPack, kRowElements = kHeads * kHeadDim / kPack;       // per row of keys
   using KeyTile = SwizzledTile<T, kRowElements>;                                              // for keys and values
   static constexpr int kQueryStride = kTileStride<T, kHeadDim>, kVectorElements = kVectorBytes / sizeof(T);
   static constexpr int kQueryVectors = kHeadDim / kVectorElements;
   static constexpr int kStageElements = 2 * kKeys * kRowElements;
   static constexpr int kScoreTiles = kKeys / 8, kSteps = kKeys / Core::kK;
-  // Output columns per warp, computed in chunks. With many fp32 columns in one chunk the compiler hoists so many loads
-  // of values that registers spill.
+  // Output columns per warp, computed in chunks. With many fp32 columns in one chunk the compiler hoists so many
+  // loads of values that registers spill.
   static constexpr int kWarpColumns = kHeads * kHeadDim / kColumnWarps;
   static constexpr int kChunkColumns = sizeof(T) == 4 && kWarpColumns > 128 ? 16 : kWarpColumns;
   static constexpr int kChunks = kWarpColumns / kChunkColumns, kChunkTiles = kChunkColumns / 8;
@@ -215,7 +215,7 @@ struct Split {
     Limits keys, whole;  // cache rows visible to at least one row of the tile, and to every row of the tile
     int first, steps;    // the team's first step and its number of steps
     KeyLocator locator;
-    uint32_t reciprocal;  // of the page size, for formats that locate keys with it
+    uint32_t reciprocal;  // reciprocal of the page size, for formats that locate keys with it
     Runs runs;            // runs of the step that is copied next
   };
 

@@ -42,8 +42,8 @@ struct TileSizes {
   int heads = 0;                        // KV heads
   int team_warps = 0;                   // warps per team
   int query_bytes = 0, team_bytes = 0;  // shared memory for the queries, and per team
-  int team_elements = 0;                // of the ring of a team, behind its row sums
-  int sums_begin = 0;                   // of the accumulators of a team, in elements of its ring
+  int team_elements = 0;                // elements of the ring of a team, behind its row sums
+  int sums_begin = 0;                   // where the accumulators of a team begin, in elements of its ring
   bool ahead = false;                   // whether the next part is prefetched, which takes a second tile of queries
 };
 

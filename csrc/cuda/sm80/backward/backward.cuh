@@ -62,7 +62,7 @@ struct Backward : BackwardBase<T, kHeadDimension, kOptions, kLarge> {
 
   T* v_tile;
   unsigned char* stages;
-  T *q_tile, *dout_tile;          // of the stage in use
+  T *q_tile, *dout_tile;          // tiles of the stage in use
   float *lse, *log2_sum, *delta;  // log2_sum: only with kTwoWords
   T *dscore_tile, *weight_tile;
   Gradients gradients;

@@ -1,6 +1,6 @@
 // Policies of the sm_80 backward (backward.cuh) for scores: how products become weights and dS, and what is summed up
-// for the gradients of biases. A policy is a member of the kernel's object, and may hold registers there; every thread
-// of a block calls its functions, and its branches are uniform for the block. T: the element type; kKeyTiles,
+// for the gradients of biases. A policy is a member of the kernel's object, and may hold registers there; every
+// thread of a block calls its functions, and its branches are uniform for the block. T: the element type; kKeyTiles,
 // kQueryTiles: of a warp's scores.
 //   Workspace                of the call
 //   kMasksAlways             the mask of every score is checked, also in tiles that need none
@@ -48,7 +48,7 @@ struct GeneralGradients {
     float values[kCentres];
   };
   struct TileCentres {
-    const RowCentres* first;  // of the lane's first row
+    const RowCentres* first;  // centres of the lane's first row
     __device__ __forceinline__ float2 pair(Centre which, int n) const {
       return {first[8 * n].values[which], first[8 * n + 1].values[which]};
     }

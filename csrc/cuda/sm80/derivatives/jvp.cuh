@@ -33,7 +33,7 @@ struct Jvp {
   static constexpr ForwardTile kTile = tile_of<kernel_table::kSm80Jvp, T, kHeadDim, kOptions>();
   static constexpr int kThreads = kTile.warps * 32, kRowTiles = kTile.row_tiles;
   static constexpr int kQueries = kTile.queries(), kKeys = kTile.keys;
-  using RowTile = InputTile<T, kHeadDim>;  // of q, k, v and their tangents
+  using RowTile = InputTile<T, kHeadDim>;  // tiles of q, k, v and their tangents
   using ValueTile = RowTile;
   static constexpr int kQueryElements = kQueries * RowTile::kStride, kKeyElements = kKeys * RowTile::kStride;
   static constexpr int kTileElements = 2 * kQueryElements + 4 * kKeyElements;

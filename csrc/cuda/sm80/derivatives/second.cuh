@@ -5,8 +5,9 @@
 //
 //   dq = F k + T tk      dk = F^T q + T^T tq      dv = (P m (A - tlse))^T dout
 //
-// up to the factors softmax_scale (of dq and dk) and 1 / p_keep, which multiply the finished sums. F, T and the weights
-// of dv go through shared memory. The rows of absent tangents are not copied, and their products are not computed.
+// up to the factors softmax_scale (of dq and dk) and 1 / p_keep, which multiply the finished sums. F, T and the
+// weights of dv go through shared memory. The rows of absent tangents are not copied, and their products are not
+// computed.
 #pragma once
 
 #include "cuda/score/large_rows.cuh"

@@ -27,9 +27,9 @@ struct Forward {
   static constexpr ForwardTile kTile = tile_of<kernel_table::kSm80Forward, T, kHeadDim, kOptions>();
   static constexpr int kThreads = kTile.warps * 32, kRowTiles = kTile.row_tiles, kStages = kTile.stages;
   static constexpr int kQueries = kTile.queries(), kKeys = step_keys<kHeadDim, Dropping::kDrops>(kTile);
-  static constexpr int kColumns = out_columns(kHeadDim);  // of v and out
-  using RowTile = InputTile<T, kHeadDim>;                 // of queries and keys
-  using ValueTile = InputTile<T, kHeadDim, kColumns>;     // of values
+  static constexpr int kColumns = out_columns(kHeadDim);  // columns of v and out
+  using RowTile = InputTile<T, kHeadDim>;                 // tiles of queries and keys
+  using ValueTile = InputTile<T, kHeadDim, kColumns>;     // tiles of values
   static constexpr int kKeyTileElements = kKeys * RowTile::kStride, kValueTileElements = kKeys * ValueTile::kStride;
   static constexpr int kTileElements = kQueries * RowTile::kStride + kStages * (kKeyTileElements + kValueTileElements);
   static constexpr int kScoreTiles = kKeys / 8, kOutTiles = kColumns / 8, kSteps = kKeys / Core::kK;
@@ -45,7 +45,7 @@ struct Forward {
     int b, h, length_q, length_k;
   };
   struct KeyPointers {
-    const T *k, *v;  // of the head's first key; in registers, of the keys that are loaded next
+    const T *k, *v;  // rows of the head's first key; in registers, of the keys that are loaded next
   };
   static constexpr bool kSharesPointers = kHeadDim > 64 || sizeof(T) == 4 || Visibility::kHasIntervals;
   static constexpr bool kSharesLengths =
@@ -64,7 +64,7 @@ struct Forward {
   const Score& score;
   int own_length_q, own_length_k;
   KeyPointers own_pointers;
-  typename RowTile::Places places;  // of queries and keys, and of values where these have as many columns
+  typename RowTile::Places places;  // for queries and keys, and for values where these have as many columns
   int row0;                         // first query of the tile
   float out[kRowTiles][kOutTiles][4];
   OnlineSoftmax<tells_largest(kOptions)> softmax[kRowTiles];

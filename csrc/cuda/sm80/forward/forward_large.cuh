@@ -34,8 +34,8 @@ struct LargeForward {
   static_assert(kHeadDim % (16 * kWarps) == 0);
   // Chunks.
   static constexpr int kKeyColumns = 128, kValueKeys = kKeys / 4;
-  static constexpr int kKeyChunks = kHeadDim / kKeyColumns, kChunks = kKeyChunks + kKeys / kValueKeys;  // of a step
-  using RowTile = SwizzledTile<T, kHeadDim>;  // of queries and values
+  static constexpr int kKeyChunks = kHeadDim / kKeyColumns, kChunks = kKeyChunks + kKeys / kValueKeys;  // per step
+  using RowTile = SwizzledTile<T, kHeadDim>;  // tiles of queries and values
   using KeyTile = SwizzledTile<T, kKeyColumns>;
   static constexpr int kChunkElements = kKeys * kKeyColumns;
   static_assert(kValueKeys * kHeadDim <= kChunkElements && kHeadDim % kKeyColumns == 0 && kValueKeys % 16 == 0);
@@ -66,11 +66,11 @@ struct LargeForward {
   int b = 0, h = 0, row0 = 0;  // row0: first query of the tile
   int length_q = 0, length_k = 0;
   float tolerance = 0;
-  const T *k = nullptr, *v = nullptr;  // of the head's first key
+  const T *k = nullptr, *v = nullptr;  // rows of the head's first key
   Chunk ahead{};                       // what is loaded next, until tile `first` is complete
   int first = 0, stage = 0;            // stage: of the chunk that is used next
   Sums out;
-  OnlineSoftmax<> softmax[2];  // of this warp's 32 queries: maxima over all keys, sums over this lane's keys
+  OnlineSoftmax<> softmax[2];  // state of this warp's 32 queries: maxima over all keys, sums over this lane's keys
 
   __device__ LargeForward(const AttnParams& params, const Score& score, Shared& shared)
       : p(params), score(score), shared(shared) {}

@@ -4,8 +4,8 @@
 //   start_head(kernel, b)    one thread, before a head's first tile
 //   drop(kernel, ...)        zeroes the weights that dropout does not keep, of row tile i against key tile n
 //   keep_scale(p)            of the weights that are kept
-// In the backward (backward.cuh) an object of Columns has a warp's transposed scores of kKeyTiles key tiles, the first
-// of which begins at `key`, and of the queries from `row` on:
+// In the backward (backward.cuh) an object of Columns has a warp's transposed scores of kKeyTiles key tiles, the
+// first of which begins at `key`, and of the queries from `row` on:
 //   draw(n)                  for query tiles n and n + 1
 //   keeps(i, n, e)           element e of one of them and of key tile i
 #pragma once

@@ -49,8 +49,8 @@ __device__ __forceinline__ void weigh_and_differentiate(float (&weights)[kKeyTil
 
 namespace sm80 {
 
-// Stores this warp's sums over the scores of head h, for the gradients of biases, and resets them. The first split
-// of the columns does it for all.
+// Stores this warp's sums over the scores of head h, for the gradients of biases, and resets them. The first
+// split of the columns does it for all.
 template <class Kernel, class Sums>
 __device__ __forceinline__ void store_bias_sums(const Kernel& kernel, Sums& sums, int h) {
   if (kernel.split() != 0) return;

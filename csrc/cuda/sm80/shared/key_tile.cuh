@@ -28,8 +28,8 @@ struct KeyTileShape {
   static constexpr BackwardTile kTile = Sizes::kTile;
   static constexpr int kWarps = kTile.warps, kThreads = kWarps * 32, kQueries = kTile.queries, kKeys = kTile.keys;
   static constexpr int kSplits = kTile.splits, kStages = kTile.stages, kTileRows = kQueries;
-  static constexpr int kColumns = kHeadDim / kSplits;  // of dq, dk and dv that one thread block computes
-  using RowTile = InputTile<T, kHeadDim>;              // of q, k, v and dout
+  static constexpr int kColumns = kHeadDim / kSplits;  // columns of dq, dk and dv that one thread block computes
+  using RowTile = InputTile<T, kHeadDim>;              // tiles of q, k, v and dout
   static constexpr int kScoreStride = kTileStride<T, kQueries>;
   // One warp's part of the scores.
   static constexpr bool kInRegisters = kTile.score_key_warps == kWarps;
@@ -100,7 +100,7 @@ struct KeyTileKernel : Shape {
 
   // Block-uniform values that little code uses are kept in shared memory; in registers they would be live everywhere.
   struct Extent {
-    int length_q, length_k;            // of the sequence
+    int length_q, length_k;            // lengths of the sequence
     int unmasked_begin, unmasked_end;  // queries that see all keys of this tile
   };
   struct Starts {

@@ -78,7 +78,7 @@ struct IntervalVisibility {
   static constexpr int kSlots = 2 + kListed + kKeys;
 
   struct KeyList {
-    int count;  // of tiles on the list
+    int count;  // number of tiles on the list
     int next;   // the tile to look at for the next list
     int first;  // the tile to end with
   };
@@ -99,7 +99,7 @@ struct IntervalVisibility {
   };
   // The tile is read from the list again and again rather than kept in a register.
   struct Walk {
-    int i = 0;  // of the tile on the list
+    int i = 0;  // index of the tile on the list
 
     template <class Kernel>
     __device__ Walk(const Kernel& kernel, int last, int first, int, int) {
@@ -180,7 +180,7 @@ struct IntervalVisibility {
 
  private:
   template <class Kernel>
-  static __device__ const int2** pairs(const Kernel& kernel) {  // of the head's first key
+  static __device__ const int2** pairs(const Kernel& kernel) {  // intervals from the head's first key on
     return kernel.template slot<const int2*>(4);
   }
   template <class Kernel>
@@ -192,7 +192,7 @@ struct IntervalVisibility {
     return kernel.template slot<ListedTile>(6 + i);
   }
   template <class Kernel>
-  static __device__ ListedKey* listed_key(const Kernel& kernel, int i) {  // of the values
+  static __device__ ListedKey* listed_key(const Kernel& kernel, int i) {  // keys of the tile of values
     return kernel.template slot<ListedKey>(6 + kListed + i);
   }
 

@@ -156,7 +156,7 @@ struct Backward : PingPong {
   int buffer = 0;  // index into shared.dscores of the buffer written last
   float dk[kColumnTiles][4], dv[kHeadDimV / 8][4];
   typename Scores::Packed weights;
-  typename Dropping::template Drawn<Scores> drawn;  // of the next mask
+  typename Dropping::template Drawn<Scores> drawn;  // words of the next mask
   Gradients gradients;
 
   __device__ __forceinline__ Backward(Shared& shared, const AttnGradParams& params, const Workspace& workspace,
@@ -167,7 +167,7 @@ struct Backward : PingPong {
         workspace(workspace),
         warp_key(uniform(static_cast<int>(threadIdx.x) / 32 - 4) * 16) {}
 
-  static __device__ __forceinline__ int thread() { return threadIdx.x % kGroupThreads; }  // of the warpgroup
+  static __device__ __forceinline__ int thread() { return threadIdx.x % kGroupThreads; }  // index in the warpgroup
   __device__ __forceinline__ int value_stage() const { return keys.stage; }
   __device__ __forceinline__ void compute_tiles() {
     if (group == 1) pass_phase();

@@ -8,8 +8,8 @@
 
 namespace flashattn_ext::sm90 {
 
-// The row address that a lane gives to ldmatrix and stmatrix, for 16 queries from 16 * step on and 16 keys in a panel
-// of [queries][64 keys]. Transposed, the registers have the layout of packed scores (PackedScores::Packed).
+// The row address that a lane gives to ldmatrix and stmatrix, for 16 queries from 16 * step on and 16 keys in a
+// panel of [queries][64 keys]. Transposed, the registers have the layout of packed scores (PackedScores::Packed).
 template <class T, int kQueries>
 __device__ __forceinline__ T* transposed_row(T (&panel)[kQueries][kPanelColumns], int key, int step) {
   const int lane = threadIdx.x % 32, chunk = (key / 8 + lane / 8 % 2) ^ (lane % 8);

@@ -1,6 +1,6 @@
 // Policies of the Hopper backward (backward.cuh) for scores: how products become weights and dS, and what is summed up
-// for the gradients of biases. A policy is a member of the consumer's object, and may hold registers there; all lanes
-// of a warp call its functions, and its branches are warp-uniform. T: the element type; kQueries: of a step.
+// for the gradients of biases. A policy is a member of the consumer's object, and may hold registers there; all
+// lanes of a warp call its functions, and its branches are warp-uniform. T: the element type; kQueries: of a step.
 //   Workspace, Maps          of the call
 //   kCopies                  by TMA, that arrive at q_full of a stage
 //   kHasBias, kHasCentres    whether Shared has bias tiles, or the centres of rows, for each stage of queries

@@ -1,5 +1,5 @@
-// The policies of the Hopper backward kernels, by the options of their rows in the table of kernels. The first policy
-// of each sort is empty and compiles to nothing.
+// The policies of the Hopper backward kernels, by the options of their rows in the table of kernels. The first
+// policy of each sort is empty and compiles to nothing.
 #pragma once
 
 #include "cuda/sm90/backward/backward_gradients.cuh"

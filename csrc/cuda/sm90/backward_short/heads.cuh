@@ -42,7 +42,7 @@ struct HeadBackward : PingPong {
     alignas(kPanelAlignment) T dout[kStages][kPanels][kQueries][kPanelColumns];
     alignas(kPanelAlignment) T out[kOutStages][kPanels][kQueries][kPanelColumns];
     alignas(kPanelAlignment) T dscores[kDscoreBuffers][kScorePanels][kKeys][kPanelColumns];
-    float4 sums[8][kGroupThreads];  // of half a step of dq, by thread
+    float4 sums[8][kGroupThreads];  // half a step of dq, by thread
     float lse[kStages][kQueries], delta[kStages][kQueries];
     int has_marks[kStages];  // in lse
     Work work[kWorkStages];

@@ -1,6 +1,6 @@
-// The warpgroups of dk and dv in heads.cuh, with the two turns a step of backward_turns.cuh. The next S^T may be that
-// of the next key tile: a thread block with whole heads has short walks, one after the other, and would otherwise stop
-// between any two of them.
+// The warpgroups of dk and dv in heads.cuh, with the two turns a step of backward_turns.cuh. The next S^T may be
+// that of the next key tile: a thread block with whole heads has short walks, one after the other, and would otherwise
+// stop between any two of them.
 #pragma once
 
 #include "cuda/sm90/backward_short/heads_producer.cuh"
@@ -14,7 +14,7 @@ class HeadKeyGradients : KeyGradientTurns<Kernel> {
   using Turns = KeyGradientTurns<Kernel>;
   using Turns::kernel, Turns::shared, Turns::scores;
   using typename Turns::Packed, typename Turns::Walk, typename Turns::Work;
-  static_assert(Kernel::kKeyStages == 2);  // of two key tiles that are joined
+  static_assert(Kernel::kKeyStages == 2);  // two key tiles are joined
 
  public:
   __device__ __forceinline__ explicit HeadKeyGradients(Kernel& kernel) : Turns(kernel) {}

@@ -26,13 +26,13 @@ struct HeadWork : BackwardWork {
 struct HeadWorkspace : BackwardWorkspace {
   float4* sums;
   int64_t sums_bytes;
-  int query_tiles;  // of a head
+  int query_tiles;  // query tiles of a head
 
   HeadWorkspace(const AttnGradParams& p, const BackwardTile& tile, int64_t blocks) : BackwardWorkspace(p) {
     query_tiles = static_cast<int>(tile_count(p.seqlen_q, tile.queries));
     Carver carver(p.workspace);
     delta = carver.take<float>(p.heads_q * rows);
-    words = carver.take<LseWords<float>>(p.heads_q * rows);  // of marked rows
+    words = carver.take<LseWords<float>>(p.heads_q * rows);  // words of marked rows
     const int64_t vectors = head_sum_vectors(p, tile, blocks);
     sums = carver.take<float4>(vectors);
     sums_bytes = vectors * static_cast<int64_t>(sizeof(float4));

@@ -25,9 +25,9 @@ struct WideBackward {
   static constexpr int kWorkStages = 2, kBuffers = 2;  // kBuffers: of P^T and of dS^T
   static constexpr int kThreads = 4 * kGroupThreads, kGroupWarps = 4;
   static constexpr int kInspectors = kMasks ? 3 : 0;
-  // Clusters of two thread blocks either have one half of the columns of the same 64 keys each (pair.cuh), or one half
-  // of the keys of a tile of 128. Then they exchange dS^T, and each computes one half of the columns of dq from all 128
-  // keys: so a block adds half as much to dq.
+  // Clusters of two thread blocks either have one half of the columns of the same 64 keys each (pair.cuh), or one
+  // half of the keys of a tile of 128. Then they exchange dS^T, and each computes one half of the columns of dq from
+  // all 128 keys: so a block adds half as much to dq.
   static constexpr bool kSharesKeys = kTile.order == BackwardOrder::kPairs, kSplitsColumns = is_paired(kHeadDim),
                         kPaired = kSharesKeys || kSplitsColumns;
   static constexpr bool kDoutApart = kPaired;  // dout has stages of its own
@@ -39,7 +39,7 @@ struct WideBackward {
   // beside the other block's keys.
   static constexpr int kDoutStages = kHeadDim > 384 || kSharesKeys ? 1 : kStages;
   static constexpr int kPanels = panels(kColumns), kColumnTiles = kColumns / 8;
-  static constexpr int kQueryPanels = kSharesKeys ? kPanels / 2 : kPanels;  // of dq
+  static constexpr int kQueryPanels = kSharesKeys ? kPanels / 2 : kPanels;  // panels of dq
   static constexpr int kValuePanels = panels(kValueColumns);
   static constexpr int kSectionHeads = 1;  // as in backward.cuh; with more heads blocks read too much at once
   // A thread block of 512 threads starts with 128 registers per thread, and the compiler requires the operands of one
@@ -150,7 +150,7 @@ struct WideBackward {
     int has_marks = 0;  // note_marks
     std::conditional_t<kPaired, RingPosition<kDoutStages>, Nothing> own_douts;
     RingPosition<kBuffers> weights_at, dscores_at;
-    uint32_t parts_parity = 0;  // of OtherPart
+    uint32_t parts_parity = 0;  // parity of OtherPart's barrier
 
     __device__ __forceinline__ Group(Shared& shared, const AttnGradParams& params, const BackwardWorkspace& workspace,
                                      int group)

@@ -143,9 +143,9 @@ struct Second : SecondConsumer<Second<T, kHeadDim, kOptions, kHeadDimV, Tangents
     ptx::hold(dp);
     ptx::hold(b);
   }
-  // The products of the gradients, of the step whose F, T and weights are in shared memory: a group for the own columns
-  // of dv and dk, after which the queries of that step may be overwritten, and one for those of dq. Each warpgroup has
-  // one panel of columns.
+  // The products of the gradients, of the step whose F, T and weights are in shared memory: a group for the own
+  // columns of dv and dk, after which the queries of that step may be overwritten, and one for those of dq. Each
+  // warpgroup has one panel of columns.
   __device__ __forceinline__ void multiply_gradients_of_keys(int stage) {
     ptx::hold(dv);
     ptx::hold(dk);

@@ -1,7 +1,7 @@
-// Split-KV with the mainloop of forward.cuh (cuda/decode/few_rows/packed.h). A tile has the rows of several query heads
-// of one KV head, in blocks of 16 queries of one head: each consumer warp computes one block, as if its tile of queries
-// began with that block. A work is one part of the keys of a tile; its result goes to the slot of the part, or to `out`
-// where the sequence has one part.
+// Split-KV with the mainloop of forward.cuh (cuda/decode/few_rows/packed.h). A tile has the rows of several query
+// heads of one KV head, in blocks of 16 queries of one head: each consumer warp computes one block, as if its tile of
+// queries began with that block. A work is one part of the keys of a tile; its result goes to the slot of the part, or
+// to `out` where the sequence has one part.
 #pragma once
 
 #include "backend/key_locator.h"
@@ -16,7 +16,7 @@ struct PackedGrid : TileGrid {
 
 // The work of one warp. All warpgroups with rows compute the same key tiles.
 struct PackedWork : ForwardWork {
-  bool has_rows = false;  // of the warpgroup
+  bool has_rows = false;  // whether the warpgroup has rows
 
   template <int kKeys>
   __device__ __forceinline__ Limits tiles_of(const AttnParams&, int) const {
@@ -38,8 +38,8 @@ struct PackedForward : Forward<T, kHeadDim, kHeadDim, TileOfRow, PackedPolicies>
   static constexpr int kBlockRows = decode::kBlockRows, kTileBlocks = kQueries / kBlockRows;
   static constexpr int kGroupBlocks = kTileBlocks / kGroups;
 
-  // A published work has its place in `h`, the first query of its sequence in query_start, and in row0 the complement
-  // of the slot of its part, which is negative, or 0 where the result goes to `out`.
+  // A published work has its place in `h`, the first query of its sequence in query_start, and in row0 the
+  // complement of the slot of its part, which is negative, or 0 where the result goes to `out`.
   struct Place {
     int row_tile, hk;
     bool is_first;  // the first part of the sequence
@@ -174,7 +174,7 @@ struct PackedForward : Forward<T, kHeadDim, kHeadDim, TileOfRow, PackedPolicies>
       const Place place = Place::of(work.h, p);
       const int slot = ~work.row0;
       const int block = place.row_tile * kTileBlocks + warp_row / kBlockRows, head_blocks = blocks_of(work.length_q);
-      const int member = block / head_blocks;  // of the group
+      const int member = block / head_blocks;  // member of the group
       work.has_rows = place.row_tile * kTileBlocks + this->group * kGroupBlocks < plan.group * head_blocks;
       work.h = place.hk * plan.group + min(member, plan.group - 1);
       work.row0 = (member < plan.group ? block % head_blocks * kBlockRows : work.length_q) - warp_row;
@@ -222,7 +222,7 @@ template <class T, int kHeadDim, Options kOptions, int kHeadDimV>
 void packed(const DecodeParams& p, const decode::Plan& plan) {
   static_assert(kHeadDim == kHeadDimV && kOptions == kPlain);
   using Kernel = PackedForward<T, kHeadDim, TileOf<kernel_table::kSm90Packed, T, kHeadDim, kOptions, kHeadDimV>>;
-  AttnParams entries = p;  // of the cache, as a dense batch
+  AttnParams entries = p;  // entries of the cache, as a dense batch
   entries.cu_seqlens_q = nullptr;
   entries.batch = p.cache.entries;
   entries.seqlen_k = p.cache.page_size;

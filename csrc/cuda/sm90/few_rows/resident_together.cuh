@@ -1,7 +1,7 @@
 // The backward of resident.cuh for 65 to 128 packed rows and head dims above 64, whose gradients do not fit in the
-// registers of one warpgroup. Both warpgroups compute the same key tile, each for 64 rows: it has the scores S = Q K^T
-// of its rows and adds to their dq. dk and dv need the scores of all rows. These go to shared memory, where one
-// warpgroup reads P for dv and the other one dS for dk.
+// registers of one warpgroup. Both warpgroups compute the same key tile, each for 64 rows: it has the scores
+// S = Q K^T of its rows and adds to their dq. dk and dv need the scores of all rows. These go to shared memory, where
+// one warpgroup reads P for dv and the other one dS for dk.
 #pragma once
 
 #include "cuda/sm90/few_rows/resident_work.cuh"
@@ -26,7 +26,7 @@ struct ResidentTogether : ResidentBase<T, kHeadDim, 128, 1, 3, 2> {
     alignas(1024) Scores scores[2];
   };
   Shared& shared;
-  int buffer = 0;  // of `scores`
+  int buffer = 0;  // buffer of `scores`
 
   __device__ ResidentTogether(Shared& shared, const AttnGradParams& params, const BackwardWorkspace& workspace,
                               const ResidentMaps& maps, const decode::BackwardPlan& plan)

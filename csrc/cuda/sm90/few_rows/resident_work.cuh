@@ -56,7 +56,7 @@ struct ResidentBase {
   const ResidentMaps& maps;
   const decode::BackwardPlan& plan;
   Shared& memory;
-  const int queries;  // of a head
+  const int queries;  // queries of a head
   const Mask32 mask;
   const Limits seen, whole;  // keys visible to at least one row, and to every row
   RingPosition<kStages> at;

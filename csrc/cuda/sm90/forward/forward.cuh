@@ -189,7 +189,7 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
   OnlineSoftmax<> softmax;
   Scores scoring;
   float shrink[2];                       // the factors for `out` before the next values are added
-  const CUtensorMap* out_map = nullptr;  // of kStoresByTma; nullptr: warps store their rows themselves
+  const CUtensorMap* out_map = nullptr;  // set with kStoresByTma; nullptr: warps store their rows themselves
 
   __device__ Forward(Shared& shared, const AttnParams& params, const Score& score, int group)
       : shared(shared),

@@ -1,6 +1,6 @@
-// The producer warpgroup of the forward (forward.cuh) with a Mask. Of its four warps, one finds the key tiles that rows
-// of a query tile see, one loads them, and two inspect the values of partial tiles, in which the Mask hides some keys
-// from some row. Each passes its results to the next through shared memory.
+// The producer warpgroup of the forward (forward.cuh) with a Mask. Of its four warps, one finds the key tiles that
+// rows of a query tile see, one loads them, and two inspect the values of partial tiles, in which the Mask hides some
+// keys from some row. Each passes its results to the next through shared memory.
 #pragma once
 
 #include "cuda/host/tensor_map.h"
@@ -41,10 +41,10 @@ template <class Work, class KeyTile>
 struct KeyBatch {
   static constexpr int kTiles = 32;
   Work work;
-  int key_start;    // of the sequence, in the rows of its batch entry
-  int count;        // of tiles; 0 ends the kernel
+  int key_start;    // start of the sequence, in the rows of its batch entry
+  int count;        // number of tiles; 0 ends the kernel
   bool begins;      // whether these are the first ones of the query tile
-  int work_parity;  // of the query tile, in Shared::poisoned
+  int work_parity;  // parity of the query tile, an index into Shared::poisoned
   KeyTile tiles[kTiles];
 };
 // In a ring of three: one is being loaded, one is complete except that it is not known whether another one follows, and
@@ -60,7 +60,7 @@ constexpr int kKeyTilesAhead = 8;
 template <int kKeys>
 struct PartialTile {
   alignas(16) int2 pairs[kKeys];       // intervals of the keys
-  int stage;                           // of the values; negative: there are no more tiles
+  int stage;                           // stage of the values; negative: there are no more tiles
   int key0, row0, length_q, length_k;  // its first key; of the query tile: Work
   int work_parity;                     // as in KeyBatch
 };

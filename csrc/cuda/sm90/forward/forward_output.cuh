@@ -9,7 +9,7 @@
 
 namespace flashattn_ext::sm90 {
 
-constexpr int kOutRows = 16;  // of a warp
+constexpr int kOutRows = 16;  // rows of a warp
 
 // Starts storing the rows of a warp, `out` times `factors`, from `row` of the map on; `staged` is this warp's part of
 // shared memory. All lanes call it. Before the thread block ends they call ptx::bulk_wait.
@@ -18,7 +18,7 @@ __device__ __forceinline__ void start_store(T (&staged)[kPanels][kOutRows][kPane
                                             float (&out)[N][4], const float (&factors)[2], int row, int head,
                                             int batch) {
   const bool starts = threadIdx.x % 32 == 0;
-  if (starts) ptx::bulk_wait_read<0>();  // of the last tile
+  if (starts) ptx::bulk_wait_read<0>();  // the last tile's rows have been read from `staged`
   __syncwarp();
   rescale(out, factors);
   uint32_t packed[N / 2][4];

@@ -31,7 +31,7 @@ template <class T, int kHeadDim, Options kOptions>
 struct LargeForward {
   using Score = PlainScore<float, true>;
   static constexpr ForwardTile kTile = tile_of<kernel_table::kSm90Forward, T, kHeadDim, kOptions>();
-  static constexpr int kRows = 64, kKeys = kTile.keys;  // of a thread block and a step
+  static constexpr int kRows = 64, kKeys = kTile.keys;  // rows of a thread block, keys of a step
   static constexpr int kBlocks = 2, kAllRows = kBlocks * kRows;
   static constexpr int kThreads = 4 * kGroupThreads;
   static constexpr int kPanels = panels(kHeadDim), kHalfPanels = kPanels / 2, kHalfColumns = kHeadDim / 2;
@@ -61,7 +61,7 @@ struct LargeForward {
     T q[kPanels][kRows][kPanelColumns];
     T k[kKeyStages][kKeyPanels][kKeys][kPanelColumns];
     T v[kValueStages][kPanels][kValueRows][kPanelColumns];
-    uint4 weights[kWeightStages][kSteps][kGroupThreads];  // of 16 keys: a fragment per thread of a warpgroup
+    uint4 weights[kWeightStages][kSteps][kGroupThreads];  // weights of 16 keys: a fragment per thread of a warpgroup
     // The factor for each row's accumulators before the products with these weights are added; in the stage after the
     // last weights of a tile, the sum of the row's weights.
     float factors[kWeightStages][kRows];
@@ -125,7 +125,7 @@ struct LargeForward {
     typename Dropping::Generator generator{p};
     OnlineSoftmax<> softmax;
     float shrink[2];  // the factors for the earlier sums
-    float tolerance;  // of OnlineSoftmax::weigh
+    float tolerance;  // argument of OnlineSoftmax::weigh
 
     __device__ __forceinline__ void compute_tiles() {
       for (;;) {
@@ -272,7 +272,7 @@ struct LargeForward {
   struct Sums {
     Shared& shared;
     const AttnParams& p;
-    const int half;  // of the columns
+    const int half;  // which half of the columns
     const int warp_row;
     uint32_t work_parity = 0;
     RingPosition<kValueStages> v;

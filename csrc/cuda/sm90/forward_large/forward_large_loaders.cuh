@@ -64,7 +64,7 @@ struct LargeKeyLoader {
     q_parity ^= 1;
   }
   __device__ __forceinline__ void load_part(int n, int part, const LargeSource& source) {
-    const int first = static_cast<int>(ptx::cluster_rank()) * (kKeys / kBlocks);  // of this block's half
+    const int first = static_cast<int>(ptx::cluster_rank()) * (kKeys / kBlocks);  // first key of this block's half
     ptx::barrier_wait(&shared.k_empty[k.stage], k.parity ^ 1);
     ptx::barrier_arrive_expect(&shared.k_full[k.stage], kKeyBytes);
 #pragma unroll
@@ -107,7 +107,7 @@ struct LargeValueLoader {
     }
   }
   __device__ __forceinline__ void load_part(int key, const LargeSource& source) {
-    const int first = static_cast<int>(ptx::cluster_rank()) * kHalfPanels;  // of this block's half
+    const int first = static_cast<int>(ptx::cluster_rank()) * kHalfPanels;  // first panel of this block's half
     ptx::barrier_wait(&shared.v_empty[v.stage], v.parity ^ 1);
     ptx::barrier_arrive_expect(&shared.v_full[v.stage], kValueBytes);
 #pragma unroll

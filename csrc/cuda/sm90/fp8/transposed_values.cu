@@ -33,7 +33,7 @@ __device__ __forceinline__ void transpose_bytes(uint32_t (&columns)[4], const ui
 // sequence, which may be longer than the host knows.
 __global__ void __launch_bounds__(kTransposeThreads)
     transpose_kernel(const __grid_constant__ AttnParams p, unsigned char* tiles, int* taken) {
-  __shared__ uint4 chunks[kBlockColumns][kTransposedKeys / 16];  // of 16 keys of a column
+  __shared__ uint4 chunks[kBlockColumns][kTransposedKeys / 16];  // a chunk is 16 keys of a column
   const int group = static_cast<int>(threadIdx.x) / kRowThreads, four = static_cast<int>(threadIdx.x) % kRowThreads;
   const int heads = static_cast<int>(p.heads_k), columns = static_cast<int>(p.head_dim_v);
   const int first_column = static_cast<int>(blockIdx.z) * kBlockColumns, column = first_column + 4 * four;

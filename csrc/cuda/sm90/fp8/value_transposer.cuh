@@ -13,9 +13,9 @@ namespace flashattn_ext::sm90 {
 
 constexpr int kTransposingWarps = 3;  // all but the one that loads
 
-// Transposes 16 keys, from 16 * group on. keys: those of the tile that exist. ldmatrix takes two columns as an element
-// of 16 bits: of both, a lane gets four keys in a pair of registers. They are neighbours in a transposed row, so two
-// byte permutations make the lane's words of the even and of the odd column.
+// Transposes 16 keys, from 16 * group on. keys: those of the tile that exist. ldmatrix takes two columns as an
+// element of 16 bits: of both, a lane gets four keys in a pair of registers. They are neighbours in a transposed row,
+// so two byte permutations make the lane's words of the even and of the odd column.
 template <int kKeys, int kColumns>
 __device__ __forceinline__ void transpose_keys(ptx::E4m3Pair (&columns)[kColumns][kPanelColumns],
                                                const ptx::E4m3Pair (&rows)[kKeys][kPanelColumns], int group, int keys) {
@@ -51,14 +51,14 @@ __device__ __forceinline__ void transpose_keys(ptx::E4m3Pair (&columns)[kColumns
 template <class Kernel>
 struct ValueTransposer {
   typename Kernel::Shared& shared;
-  const int warp;  // of kTransposingWarps
+  const int warp;  // one of kTransposingWarps
   RingPosition<Kernel::kRowStages> rows;
   RingPosition<Kernel::kStages> v;
 
   __device__ void transpose_tiles() {
     uint32_t parity = 0;
     for (ForwardWork work = receive_work(shared, &parity); work.exists(); work = receive_work(shared, &parity)) {
-      int keys = work.length_k - work.last * Kernel::kKeys;  // of the tile and those behind it
+      int keys = work.length_k - work.last * Kernel::kKeys;  // keys of the tile and those behind it
       for (int left = work.last - work.first; left >= 0; --left) {
         transpose_tile(keys);
         keys += Kernel::kKeys;

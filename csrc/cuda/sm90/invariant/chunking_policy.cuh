@@ -15,9 +15,9 @@ namespace flashattn_ext::sm90 {
 // The sums of the chunks so far of a tile of queries, which a consumer thread keeps in global memory, in the L2 cache.
 template <int kOutTiles, int kGroups>
 struct EarlierChunks {
-  static constexpr int kVectors = kOutTiles + 2;  // of a thread: accumulators, their sums, those of the chunk that ends
+  static constexpr int kVectors = kOutTiles + 2;  // per thread: accumulators, their sums, those of the chunk that ends
 
-  float4* vectors;  // of all threads
+  float4* vectors;  // vectors of all threads
   bool exist = false;
 
   // Vector i of this thread; those of a warp are adjacent.

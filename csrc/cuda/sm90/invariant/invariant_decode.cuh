@@ -230,7 +230,7 @@ void run_chunk_tasks(const AttnParams& p, const ChunkPartials& partials) {
       Kernel::kMasks ? query_map(p, p.q, p.head_dim, Kernel::kQueries) : grouped_query_map(p, partials),
       key_map(p, p.k, p.head_dim, Kernel::kKeys), key_map(p, p.v, p.head_dim_v, Kernel::kKeys)};
   if (const KeyPages& pages = partials.pages; pages.table) {
-    AttnParams entries = p;  // of the cache, as a dense batch
+    AttnParams entries = p;  // entries of the cache, as a dense batch
     entries.cu_seqlens_q = nullptr;
     entries.batch = pages.entries;
     entries.seqlen_k = pages.page_size;

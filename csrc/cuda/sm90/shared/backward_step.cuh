@@ -48,8 +48,8 @@ template <class Kernel>
 __device__ __forceinline__ bool is_rare(const Kernel& kernel, bool masked) {
   return (static_cast<int>(masked) | kernel.has_marks) != 0;
 }
-// Subtracts the words of marked rows, which few steps have, from the products of a step, after note_marks. b, h, row:
-// of the first query; query: its place in the step.
+// Subtracts the words of marked rows, which few steps have, from the products of a step, after note_marks. b, h and row
+// are those of the first query, and query is its place in the step.
 template <class Kernel, class Score, int N>
 __device__ __forceinline__ void subtract_words_of_step(const Kernel& kernel, float (&products)[N][4],
                                                        const Score& score, int b, int h, int row, int query = 0) {
@@ -81,7 +81,7 @@ struct BackwardLoader {
   RingPosition<Kernel::kStages> queries;
   RingPosition<Kernel::kDoutStages> douts;  // only with kDoutApart
   RingPosition<Kernel::kWorkStages> works;
-  uint32_t next_parity = 0;  // of SharedTile
+  uint32_t next_parity = 0;  // parity of SharedTile's barrier
   int query_start = 0;
 
   __device__ void load_tiles(const TileGrid& grid) {

@@ -24,8 +24,8 @@ struct BiasedBackwardMaps : BackwardMaps {
 // The layout of dq in the workspace, which backward_finish.cuh reads: tiles of 16 rows, the rows of one warp, so that
 // short sequences take little memory. With 128 keys a warpgroup computes 64 rows and 64 columns of a step. The two
 // warpgroups of a thread block compute different rows when a step has 128 queries; otherwise they compute different
-// columns, and half of the third panel each. With 64 keys one warpgroup computes all columns. Columns beyond the class
-// of head dims are not stored.
+// columns, and half of the third panel each. With 64 keys one warpgroup computes all columns. Columns beyond the
+// class of head dims are not stored.
 template <class T, int kHeadDimension, bool kWide>
 struct DqLayout {
   using Element = T;
@@ -76,7 +76,7 @@ struct DqLayout {
 struct alignas(16) BackwardWork {
   int b, hk, n, key0;  // n: number of the key tile, key0: its first key; no key tile ends the kernel
   int first, tiles;    // query tiles that see it, the same in every head of the group: the first, and how many
-  int key_start, length_q, length_k;  // of the sequence; key_start in the rows of its batch entry
+  int key_start, length_q, length_k;  // the sequence's; key_start in the rows of its batch entry
   int dq_tile;                        // first tile of the sequence in the workspace's dq
   int descends;  // in a deterministic call with a Mask: whether the key tiles of the head add in descending order
   int hq;        // with QueryHeads the query head of the walk (backward_heads.cuh)
@@ -89,7 +89,7 @@ struct alignas(16) BackwardWork {
 struct MaskedBackwardWork : BackwardWork {
   Limits unmasked[2];   // queries that see all of the first 64 keys, and of the second
   Limits whole;         // queries for which the Mask hides no key of the tile; causal and window may
-  IntervalPairs pairs;  // of the sequence
+  IntervalPairs pairs;  // intervals of the sequence
 };
 
 __device__ __forceinline__ KeyExtremes key_extremes(const AttnParams& p, const BackwardWork& work) {

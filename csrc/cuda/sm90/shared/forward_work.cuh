@@ -14,7 +14,7 @@ namespace flashattn_ext::sm90 {
 struct alignas(16) ForwardWork {
   int b, h, row0;                       // row0: first query of the tile; an empty work ends the kernel
   int first, last;                      // key tiles that queries of the tile see; with a Mask, not all between them
-  int query_start, length_q, length_k;  // of the sequence; query_start in the rows of its batch entry
+  int query_start, length_q, length_k;  // the sequence's; query_start in the rows of its batch entry
 
   __device__ bool exists() const { return row0 < length_q; }
   __device__ bool sees_keys() const { return first <= last; }

@@ -102,8 +102,8 @@ __device__ __forceinline__ void accumulate(float (&sum)[N][4], const T (&a)[kAll
   ptx::wgmma_commit();
 }
 
-// c = a^T * rows + (adds ? c : 0), both from shared memory; `a` has 64 columns. panel_bytes: from `rows` to the panel
-// of its columns from 64 on.
+// c = a^T * rows + (adds ? c : 0), both from shared memory; `a` has 64 columns. panel_bytes: from `rows` to the
+// panel of its columns from 64 on.
 template <int N, class T, int kRows>
 __device__ __forceinline__ void issue_transposed_product(float (&c)[N][4], const T (&a)[kRows][kPanelColumns],
                                                          const T (&rows)[kRows][kPanelColumns], int panel_bytes,

@@ -75,7 +75,7 @@ class _Entry(NamedTuple):
     value: Any
 
 
-class KeptForTensors:
+class TensorCache:
     """Caches a value for each list of tensors and settings, for as long as the first tensor lives.
 
     Nothing is stored on the tensors themselves, so that copying or saving them does not include the cache.

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import flashattn_ext
 from flashattn_ext import Mask
 from flashattn_ext.integrations.transformers import attention
-from flashattn_ext.kept import KeptForTensors
+from flashattn_ext.tensor_cache import TensorCache
 
 S = 160  # several tiles of keys, so that the extremes decide which are skipped
 
@@ -171,7 +171,7 @@ def test_extremes_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_values_are_constants() -> None:
     """Also where the call that makes them records a graph."""
-    kept, given = KeptForTensors(), torch.ones(3, requires_grad=True)
+    kept, given = TensorCache(), torch.ones(3, requires_grad=True)
     with torch.inference_mode():
         assert not kept.get([given], lambda: given * 2).is_inference()
     value = kept.get([given], lambda: given * 3)

@@ -19,20 +19,20 @@ from .options import BIASES, DIFFERENTIABLE, CallOptions, CallTensors
 DRAWN_ROWS, DRAWN_KEYS = 16, 64  # the block for which a GPU kernel draws dropout
 
 
-def is_off(tensors: CallTensors, options: CallOptions) -> bool:
+def is_needed(tensors: CallTensors, options: CallOptions) -> bool:
     """Whether the call needs padding. DTensors are left alone: the op raises for the origins that it does not support."""
     origin = options.origin
-    if origin is None or len(origin) != 4 or not _draws_for_many(tensors.q.device) or hasattr(tensors.q, "placements"):
+    if origin is None or len(origin) != 4 or not _draws_blocks(tensors.q.device) or hasattr(tensors.q, "placements"):
         return False
-    return options.dropout_p > 0 and any(_in_front(origin))
+    return options.dropout_p > 0 and any(_padding_of(origin))
 
 
-def _in_front(origin: list[int]) -> tuple[int, int]:
+def _padding_of(origin: list[int]) -> tuple[int, int]:
     """The numbers of rows and keys between the previous block boundary and the origin."""
     return origin[2] % DRAWN_ROWS, origin[3] % DRAWN_KEYS
 
 
-def _draws_for_many(device: torch.device) -> bool:
+def _draws_blocks(device: torch.device) -> bool:
     if device.type == "cpu":
         return not torch.compiler.is_compiling() and _C.forced_backend().startswith("ascend")
     return device.type != "meta"
@@ -47,7 +47,7 @@ def with_zeros(t: Tensor, dim: int, count: int) -> Tensor:
     return torch.cat([t.new_zeros(shape), t], dim)
 
 
-class _Front:
+class _Padding:
     """Padding of `count` rows in front of a tensor, or of every sequence in a packed tensor."""
 
     def __init__(self, count: int, starts: Tensor | None, total: int) -> None:
@@ -58,7 +58,7 @@ class _Front:
             index = torch.arange(total, dtype=starts.dtype, device=starts.device)
             sequence = torch.searchsorted(starts[1:], index, right=True).clamp(max=sequences - 1)
             # The new index of each row; rows after the last sequence stay after it.
-            self._places = index + count * (sequence + 1)
+            self._new_rows = index + count * (sequence + 1)
             self._added = count * sequences
             self.starts = starts + count * torch.arange(sequences + 1, dtype=starts.dtype, device=starts.device)
 
@@ -70,7 +70,7 @@ class _Front:
             return with_zeros(t, dim, self.count)
         shape = list(t.shape)
         shape[dim] += self._added
-        return t.new_zeros(shape).index_copy(dim, self._places, t)
+        return t.new_zeros(shape).index_copy(dim, self._new_rows, t)
 
     def cut(self, t: Tensor, dim: int) -> Tensor:
         """`t` without the padding."""
@@ -78,10 +78,10 @@ class _Front:
             return t
         if self.starts is None:
             return t.narrow(dim, self.count, t.shape[dim] - self.count).contiguous()
-        return t.index_select(dim, self._places)
+        return t.index_select(dim, self._new_rows)
 
 
-class _Moved:
+class _PaddedCall:
     """The padded call: its tensors and options, and the padding of its rows and keys."""
 
     def __init__(self, tensors: CallTensors, options: CallOptions) -> None:
@@ -89,10 +89,10 @@ class _Moved:
         batch, head, row, key = options.origin
         is_packed = tensors.cu_seqlens_q is not None
         self.dim = 0 if is_packed else 2 if options.bhsd else 1
-        rows, keys = _in_front(options.origin)
-        self.rows = _Front(rows, tensors.cu_seqlens_q, tensors.q.shape[self.dim])
-        self.keys = _Front(keys, tensors.cu_seqlens_k, tensors.k.shape[self.dim])
-        intervals = self._hiding(tensors, row, is_packed)
+        rows, keys = _padding_of(options.origin)
+        self.rows = _Padding(rows, tensors.cu_seqlens_q, tensors.q.shape[self.dim])
+        self.keys = _Padding(keys, tensors.cu_seqlens_k, tensors.k.shape[self.dim])
+        intervals = self._intervals(tensors, row, is_packed)
         bias = tensors.bias
         if bias is not None:
             bias = self.keys.add(bias if bias.shape[2] == 1 else self.rows.add(bias, 2), 3)
@@ -106,7 +106,7 @@ class _Moved:
             origin=[batch, head, row - self.rows.count, key - self.keys.count],
         )  # fmt: skip
 
-    def _hiding(self, tensors: CallTensors, row: int, is_packed: bool) -> Tensor:
+    def _intervals(self, tensors: CallTensors, row: int, is_packed: bool) -> Tensor:
         """The intervals of the padded call. Padding rows see no key, so that they add nothing to the gradients of any key."""
         intervals = tensors.mask_intervals
         if intervals is None:
@@ -119,9 +119,9 @@ class _Moved:
 
 
 def padded(tensors: CallTensors, options: CallOptions) -> tuple[CallTensors, CallOptions]:
-    """The call that runs in place of one that is_off()."""
-    moved = _Moved(tensors, options)
-    return moved.tensors, moved.options
+    """The call that runs in place of one that is_needed()."""
+    call = _PaddedCall(tensors, options)
+    return call.tensors, call.options
 
 
 def _check(op: Any, *arguments: Any) -> None:
@@ -135,9 +135,9 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(out, lse, max_logits) of ops.forward; differentiable. Padding rows see no key, and so do not change max_logits."""
     _check(ops.forward, *tensors, *options, 0, returns_max_logits)
-    moved = _Moved(tensors, options)
-    out, lse, max_logits = ops.forward(*moved.tensors, *moved.options, rng_seed, returns_max_logits)
-    return moved.rows.cut(out, moved.dim), moved.rows.cut(lse, lse.dim() - 1), max_logits
+    call = _PaddedCall(tensors, options)
+    out, lse, max_logits = ops.forward(*call.tensors, *call.options, rng_seed, returns_max_logits)
+    return call.rows.cut(out, call.dim), call.rows.cut(lse, lse.dim() - 1), max_logits
 
 
 def backward(
@@ -146,18 +146,18 @@ def backward(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """The gradients of DIFFERENTIABLE; `needs` says for each of BIASES whether to compute it."""
     _check(ops.backward, *tensors, *options, dout, dlse, out, lse, None, None, *needs, rng_state)
-    moved = _Moved(tensors, options)
+    call = _PaddedCall(tensors, options)
     # The lse of a padding row may be any finite number: the row sees no key, and its gradients are 0.
-    out, lse = moved.rows.add(out, moved.dim), moved.rows.add(lse, lse.dim() - 1)
-    dout = None if dout is None else moved.rows.add(dout, moved.dim)
-    dlse = None if dlse is None else moved.rows.add(dlse, dlse.dim() - 1)
-    results = ops.backward(*moved.tensors, *moved.options, dout, dlse, out, lse, None, None, *needs, rng_state)
+    out, lse = call.rows.add(out, call.dim), call.rows.add(lse, lse.dim() - 1)
+    dout = None if dout is None else call.rows.add(dout, call.dim)
+    dlse = None if dlse is None else call.rows.add(dlse, dlse.dim() - 1)
+    results = ops.backward(*call.tensors, *call.options, dout, dlse, out, lse, None, None, *needs, rng_state)
     gradients = dict(zip(DIFFERENTIABLE, results, strict=True))
-    for name, front in (("q", moved.rows), ("k", moved.keys), ("v", moved.keys)):
-        gradients[name] = front.cut(gradients[name], moved.dim)
+    for name, padding in (("q", call.rows), ("k", call.keys), ("v", call.keys)):
+        gradients[name] = padding.cut(gradients[name], call.dim)
     if tensors.bias is not None and dict(zip(BIASES, needs, strict=True))["bias"]:
         dbias = gradients["bias"]
-        gradients["bias"] = moved.keys.cut(dbias if dbias.shape[2] == 1 else moved.rows.cut(dbias, 2), 3)
+        gradients["bias"] = call.keys.cut(dbias if dbias.shape[2] == 1 else call.rows.cut(dbias, 2), 3)
     return tuple(gradients.values())
 
 
@@ -169,9 +169,9 @@ def dropout_mask(rng_state: Tensor, sizes: list[int], dropout_p: float, origin: 
         and len(origin) == 4
         and min(origin) >= 0
         and min(sizes) > 0
-        and _draws_for_many(rng_state.device)
+        and _draws_blocks(rng_state.device)
     ):
-        rows, keys = _in_front(origin)
+        rows, keys = _padding_of(origin)
     if rows or keys:
         assert origin is not None
         batch, heads, Sq, Sk = sizes
