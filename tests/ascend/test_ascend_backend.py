@@ -7,14 +7,13 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import Case, call_function, check, make_inputs, run
+from helpers import Case, call_function, check, make_inputs, run, run_python
 
 import flashattn_ext
 from flashattn_ext import _build
@@ -201,7 +200,7 @@ def test_wider_heads_are_refused_in_words(D: int, Dv: int) -> None:
 
 def test_is_never_chosen_by_itself() -> None:
     program = "import flashattn_ext as f; f.use_backend('ascend-emulator'); f.use_backend(None); print(f.build_info())"
-    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    done = run_python(program)
     assert "'backends': ['cpu'" in done.stdout and "'ascend-emulator']" in done.stdout
 
 
