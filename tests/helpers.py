@@ -6,7 +6,6 @@ import functools
 import math
 import os
 import subprocess
-import sys
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -17,6 +16,7 @@ from typing import Any
 import hypothesis
 import pytest
 import torch
+import warm_python
 from mask_cases import make_mask
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
@@ -517,10 +517,12 @@ def allocated_bytes(function: Callable[[], Any]) -> int:
     return sum(max(event.self_cpu_memory_usage, 0) for event in prof.events() if event.name != "[memory]")
 
 
-def run_python(code: str, timeout: float = 120, **env: str) -> subprocess.CompletedProcess[str]:
-    """Runs code in a fresh interpreter, from the directory that these tests run from, with changes to the environment."""
+def run_python(code: str, timeout: float = 120, python: str = "", **env: str) -> subprocess.CompletedProcess[str]:
+    """Runs code from the directory that these tests run from, with changes to the environment, in a process that has torch and nothing
+    of this package, or in one of the interpreter `python`.
+    """
     return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
+        [python or warm_python.interpreter(), "-c", textwrap.dedent(code)],
         env={**os.environ, **env},
         capture_output=True,
         text=True,

@@ -62,7 +62,7 @@ void set_tangents(const RecordedCall& recorded) {
   recorded.lse()._set_fw_grad(tlse, /*level=*/0, /*is_inplace_op=*/false);
 }
 
-void forward(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+void forward_with_gradients(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   const BoxedCall call(op, keys, stack);
   const BoxedCall::Derivatives wanted = call.derivatives();
   if (wanted.none()) return call.run();
@@ -92,21 +92,21 @@ constexpr char kNoTangents[] =
     "flashattn_ext: calls with a key-value cache have no forward-mode derivatives (jvp); use flashattn_ext.forward or "
     "varlen_forward for them";
 
-void decode(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+void decode_without_gradients(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   run_without_derivative<DecodeBackward>(BoxedCall(op, keys, stack), kNoTangents);
 }
 
 // Indices of the caches among the arguments of a decoding op.
 constexpr std::pair<size_t, const char*> kCaches[] = {{1, "k_cache"}, {2, "v_cache"}};
 
-void decode_append(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+void decode_append_without_gradients(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   const BoxedCall call(op, keys, stack);
   for (const auto& [place, name] : kCaches)
     TORCH_CHECK_VALUE(!at::GradMode::is_enabled() || !call.tensor(place).requires_grad(), name,
                       ": expected a tensor that requires no grad, because new keys and values are written to it; call "
                       "under torch.no_grad(), or give ",
                       name, ".detach()");
-  decode(op, keys, stack);
+  decode_without_gradients(op, keys, stack);
 }
 
 // Bumps the version counters, so that autograd refuses a backward that has saved the old contents of a cache.
@@ -129,9 +129,9 @@ variable_list AttentionBackward::backward(AutogradContext* ctx, const variable_l
 }
 
 TORCH_LIBRARY_IMPL(flashattn_ext, Autograd, m) {
-  m.impl("forward", torch::CppFunction::makeFromBoxedFunction<&forward>());
-  m.impl("decode", torch::CppFunction::makeFromBoxedFunction<&decode>());
-  m.impl("decode_append", torch::CppFunction::makeFromBoxedFunction<&decode_append>());
+  m.impl("forward", torch::CppFunction::makeFromBoxedFunction<&forward_with_gradients>());
+  m.impl("decode", torch::CppFunction::makeFromBoxedFunction<&decode_without_gradients>());
+  m.impl("decode_append", torch::CppFunction::makeFromBoxedFunction<&decode_append_without_gradients>());
 }
 TORCH_LIBRARY_IMPL(flashattn_ext, ADInplaceOrView, m) {
   m.impl("decode_append", torch::CppFunction::makeFromBoxedFunction<&count_versions_of_caches>());

@@ -130,7 +130,7 @@ void set_tangents_of_gradients(const BoxedCall& results, const RecordedCall& cal
   set_sums(results, of_inputs, of_gradients);
 }
 
-void backward(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+void backward_with_gradients(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   const BoxedCall call(op, keys, stack);
   const BoxedCall::Derivatives wanted = call.derivatives();
   if (wanted.none()) return call.run();
@@ -164,7 +164,7 @@ void set_tangents_of_tangents(const BoxedCall& results, const RecordedCall& call
   results.result(1)._set_fw_grad(tlse, /*level=*/0, /*is_inplace_op=*/false);
 }
 
-void jvp(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+void jvp_with_gradients(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   const BoxedCall call(op, keys, stack);
   const BoxedCall::Derivatives wanted = call.derivatives();
   if (wanted.none()) return call.run();
@@ -208,7 +208,7 @@ void set_tangents_of_second(const BoxedCall& results, const RecordedCall& call, 
   set_sums(results, of_tangents, of_gradients);
 }
 
-void second(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+void second_with_gradients(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   const BoxedCall call(op, keys, stack);
   const BoxedCall::Derivatives wanted = call.derivatives();
   if (wanted.none()) return call.run();
@@ -288,9 +288,9 @@ variable_list AttentionSecondBackward::backward(AutogradContext* ctx, const vari
 }
 
 TORCH_LIBRARY_IMPL(flashattn_ext, Autograd, m) {
-  m.impl("backward", torch::CppFunction::makeFromBoxedFunction<&backward>());
-  m.impl("jvp", torch::CppFunction::makeFromBoxedFunction<&jvp>());
-  m.impl("second", torch::CppFunction::makeFromBoxedFunction<&second>());
+  m.impl("backward", torch::CppFunction::makeFromBoxedFunction<&backward_with_gradients>());
+  m.impl("jvp", torch::CppFunction::makeFromBoxedFunction<&jvp_with_gradients>());
+  m.impl("second", torch::CppFunction::makeFromBoxedFunction<&second_with_gradients>());
 }
 
 }  // namespace flashattn_ext

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import textwrap
 
 import pytest
@@ -150,5 +151,5 @@ def test_forked_children_compute(names: list[str]) -> None:
 
 def test_spawned_worker_imports_cleanly() -> None:
     done = run_python("import torch, flashattn_ext; torch.set_num_threads(2); q = torch.ones(1, 9, 1, 8)\n"
-                      "print(flashattn_ext.forward(q, q, q).sum().item())")  # fmt: skip
+                      "print(flashattn_ext.forward(q, q, q).sum().item())", python=sys.executable)  # fmt: skip
     assert done.returncode == 0 and float(done.stdout) == pytest.approx(torch.ones(72).sum().item()), done.stderr

@@ -581,7 +581,8 @@ def test_fault_of_a_mixed_kernel_is_reported(programs: Path, tmp_path: Path, cas
     assert any(re.search(MIXED_FAULTS[case], error) and f"mixed.cpp:{marked}" in error for error in errors), errors
 
 
-# Faults in whole kernels with more than one tile: the line removed from cube.h, and the expected report. The second tile has two rows.
+# Faults in whole kernels with more than one tile: the line of cube.h that is left out, and the expected report. The second tile has two
+# rows.
 WHOLE_FAULTS = {
     "no_order_of_sums": ("kOrdered) PipeBarrier<PIPE_M>();", r"Mmad on M .* L0C that Mmad on M .*PipeBarrier<PIPE_M>"),
     "no_wait_for_a_tile": (
@@ -595,22 +596,21 @@ WHOLE_FAULTS = {
 
 @pytest.fixture(scope="session")
 def whole(programs: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """By fault: a program with the kernels in which it is planted."""
+    """By stage: a program with the kernels in which each of the faults can be planted by its name."""
     root, builds, found = EMULATOR.parents[1], [], {}
+    folder = tmp_path_factory.mktemp("whole")
+    shutil.copytree(root / "ascend_c", folder / "ascend_c", ignore=shutil.ignore_patterns("emulator", "inst", "npu"))
+    (folder / "csrc").symlink_to(root / "csrc")
+    cube = folder / "ascend_c" / "cube.h"
+    lines = cube.read_text().splitlines()
     for case, (taken, _) in WHOLE_FAULTS.items():
-        folder = tmp_path_factory.mktemp(case)
-        shutil.copytree(
-            root / "ascend_c", folder / "ascend_c", ignore=shutil.ignore_patterns("emulator", "inst", "npu")
-        )
-        (folder / "csrc").symlink_to(root / "csrc")
-        cube = folder / "ascend_c" / "cube.h"
-        lines = cube.read_text().splitlines()
         (line,) = (number for number, text in enumerate(lines) if taken in text)
         if case == "no_order_of_sums":  # the statement that the condition belongs to
             assert "if (!begins" in lines[line]
-        lines[line] = ""
-        cube.write_text("\n".join(lines) + "\n")
-        options = ["-DWHOLE_BACKWARD"] if case == "no_k_direction" else []
+        lines[line] = f'if (planted_fault != "{case}") {{ {lines[line].partition("//")[0]} }}'
+    lines.insert(lines.index("#pragma once") + 1, "#include <string>\ninline std::string planted_fault;")
+    cube.write_text("\n".join(lines) + "\n")
+    for stage, options in {"forward": [], "backward": ["-DWHOLE_BACKWARD"]}.items():
         sources = [
             SOURCES / "whole.cpp",
             folder / "ascend_c" / "dispatch.cpp",
@@ -626,8 +626,8 @@ def whole(programs: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
             f"-I{folder / 'csrc'}",
             f"-I{EMULATOR / 'include'}",
         ]
-        builds.append(subprocess.Popen([*command, *sources, "-o", folder / "whole"]))
-        found[case] = folder / "whole"
+        builds.append(subprocess.Popen([*command, *sources, "-o", folder / stage]))
+        found[stage] = folder / stage
     assert [build.wait() for build in builds] == [0] * len(builds)
     return found
 
@@ -635,7 +635,9 @@ def whole(programs: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 @pytest.mark.parametrize("mode", ["eager", "late"])
 @pytest.mark.parametrize("case", WHOLE_FAULTS)
 def test_fault_of_a_whole_kernel_is_reported(whole: dict[str, Path], case: str, mode: str) -> None:
-    errors, _ = run(whole[case], mode, 0)
+    program = whole["backward" if case == "no_k_direction" else "forward"]
+    assert not run(program, mode, 0, "")[0]
+    errors, _ = run(program, mode, 0, case)
     assert any(re.search(WHOLE_FAULTS[case][1], error) for error in errors), errors[:3]
 
 

@@ -1,6 +1,6 @@
 // One call of a whole mixed kernel in fp16 (forward) or fp32 (backward), of two tiles of queries and three of keys.
-// test_ascend_emulator.py compiles it with copies of the kernels in which a fault is planted; WHOLE_BACKWARD chooses.
-// Usage: whole MODE SEED
+// test_ascend_emulator.py compiles it with a copy of the kernels in which faults can be planted; WHOLE_BACKWARD chooses.
+// Usage: whole MODE SEED FAULT
 #include <cmath>
 
 #include "ascend_c/dispatch.h"
@@ -35,6 +35,7 @@ struct Tensor {
 };
 
 int main(int, char** argv) {
+  planted_fault = argv[3];
   Tensor q(kQueries), k(kKeys), v(kKeys), out(kQueries), dout(kQueries);
   std::vector<float> lse(kQueries);
   AttnGradParams p;

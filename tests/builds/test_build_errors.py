@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import warm_python
 from helpers import run_python
 
 import flashattn_ext
@@ -19,17 +20,19 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = Path(flashattn_ext.__file__).resolve().parent
 
 
-BUILD_EXTENSION = [sys.executable, "setup.py", "build_ext", "--inplace"]
+BUILD_EXTENSION = ["setup.py", "build_ext", "--inplace"]
 
 
-def build(tmp_path: Path, command: list[str] = BUILD_EXTENSION, **env: str) -> subprocess.CompletedProcess[str]:
-    """setup.py as pip runs it, in a copy that holds no sources: it must stop before it needs them."""
+def build(
+    tmp_path: Path, command: list[str] = BUILD_EXTENSION, *, python: str = "", **env: str
+) -> subprocess.CompletedProcess[str]:
+    """setup.py as pip runs it, in a copy that holds no sources: it must stop before it needs them. python: another interpreter."""
     for name in ("setup.py", "pyproject.toml", "VERSION", "README.md"):
         if (ROOT / name).exists():
             shutil.copy(ROOT / name, tmp_path / name)
     (tmp_path / "flashattn_ext").mkdir()
     return subprocess.run(
-        command,
+        [python or warm_python.interpreter(), *command],
         cwd=tmp_path,
         env={**os.environ, **env},
         capture_output=True,
@@ -57,13 +60,13 @@ def fake_torch(tmp_path: Path, code: str) -> str:
 def test_a_build_without_torch_says_what_to_install(tmp_path: Path) -> None:
     path = fake_torch(tmp_path, "raise ImportError('no torch here')")
     words = ("torch is not installed", "pip install torch", "--no-build-isolation", "build --no-isolation")
-    assert_stops_with_one_line(build(tmp_path, PYTHONPATH=path), *words)
+    assert_stops_with_one_line(build(tmp_path, python=sys.executable, PYTHONPATH=path), *words)
 
 
 @pytest.mark.parametrize("version", ["1.13.1", "2.5.1+cu124"])
 def test_a_build_with_an_old_torch_says_which_is_needed(tmp_path: Path, version: str) -> None:
     path = fake_torch(tmp_path, f"__version__ = '{version}'")
-    assert_stops_with_one_line(build(tmp_path, PYTHONPATH=path), version, "2.6", "pip install")
+    assert_stops_with_one_line(build(tmp_path, python=sys.executable, PYTHONPATH=path), version, "2.6", "pip install")
 
 
 def test_a_build_without_a_compiler_says_what_to_install(tmp_path: Path) -> None:
@@ -235,7 +238,7 @@ def test_compiler_without_the_rest_of_its_toolkit(
 ) -> None:
     """It used to fail after minutes of compiling kernels, at the first source that includes torch's headers of CUDA."""
     home = make_toolkit(tmp_path / "partial", *parts)
-    command = [sys.executable, "-c", SETUP_WITH_CUDA_TORCH]
+    command = ["-c", SETUP_WITH_CUDA_TORCH]
     done = build(tmp_path, command, CUDA_HOME=str(home), FLASHATTN_EXT_CUDA=request_cuda)
     assert_stops_with_one_line(done, str(home / "bin" / "nvcc"), lacks, "CUDA_HOME", "FLASHATTN_EXT_CUDA=0")
 
@@ -245,7 +248,7 @@ def test_compiler_that_is_a_link_into_a_whole_toolkit(tmp_path: Path) -> None:
     whole = make_toolkit(tmp_path / "whole", "compiler", "headers", "library")
     links = make_toolkit(tmp_path / "links")
     (links / "bin" / "nvcc").symlink_to(whole / "bin" / "nvcc")
-    done = build(tmp_path, [sys.executable, "-c", SETUP_WITH_CUDA_TORCH], CUDA_HOME=str(links))
+    done = build(tmp_path, ["-c", SETUP_WITH_CUDA_TORCH], CUDA_HOME=str(links))
     assert_stops_with_one_line(done, f"set CUDA_HOME={whole}")
 
 
@@ -254,7 +257,7 @@ def test_link_on_the_path_into_a_whole_toolkit_builds_with_that(tmp_path: Path) 
     whole = make_toolkit(tmp_path / "whole", "compiler", "headers", "library")
     links = make_toolkit(tmp_path / "links")
     (links / "bin" / "nvcc").symlink_to(whole / "bin" / "nvcc")
-    done = build(tmp_path, [sys.executable, "-c", SETUP_WITH_CUDA_TORCH], NVCC_ON_PATH=str(links))
+    done = build(tmp_path, ["-c", SETUP_WITH_CUDA_TORCH], NVCC_ON_PATH=str(links))
     assert "FLASHATTN_EXT_CUDA=0" not in done.stderr
     said = [line for line in done.stdout.splitlines() if line.startswith("flashattn_ext:")]
     assert len(said) == 1 and f"builds with CUDA_HOME={whole}" in said[0] and str(links / "bin" / "nvcc") in said[0]
@@ -266,13 +269,13 @@ def test_whole_toolkit_of_another_major_version_is_not_taken(tmp_path: Path) -> 
     whole = make_toolkit(tmp_path / "whole", "compiler", "headers", "library", version="11.8")
     links = make_toolkit(tmp_path / "links")
     (links / "bin" / "nvcc").symlink_to(whole / "bin" / "nvcc")
-    done = build(tmp_path, [sys.executable, "-c", SETUP_WITH_CUDA_TORCH], NVCC_ON_PATH=str(links))
+    done = build(tmp_path, ["-c", SETUP_WITH_CUDA_TORCH], NVCC_ON_PATH=str(links))
     assert f"CUDA_HOME={whole}" not in done.stdout + done.stderr
 
 
 def test_whole_toolkit_is_accepted(tmp_path: Path) -> None:
     home = make_toolkit(tmp_path / "whole", "compiler", "headers", "library")
-    done = build(tmp_path, [sys.executable, "-c", SETUP_WITH_CUDA_TORCH], CUDA_HOME=str(home))
+    done = build(tmp_path, ["-c", SETUP_WITH_CUDA_TORCH], CUDA_HOME=str(home))
     assert done.returncode != 0  # this compiler cannot compile
     assert "FLASHATTN_EXT_CUDA=0" not in done.stderr
 
@@ -290,7 +293,7 @@ def test_debug_information_is_kept_on_demand(tmp_path: Path, given: str, flag: s
     """Python's own flags include -g, which made nine tenths of the library. A compiler takes the last of several -g flags."""
     (tmp_path / "csrc").mkdir()
     copy_list_of_sources(tmp_path)
-    command = [sys.executable, "-c", SETUP_THAT_PRINTS_FLAGS]
+    command = ["-c", SETUP_THAT_PRINTS_FLAGS]
     done = build(tmp_path, command, FLASHATTN_EXT_DEBUG=given, FLASHATTN_EXT_CUDA="0")
     assert done.returncode == 0, done.stderr
     flags = [word for word in done.stdout.split() if word.startswith("-g")]
@@ -314,7 +317,7 @@ def test_wheel_gets_the_file_that_the_build_writes(tmp_path: Path) -> None:
     ignored = shutil.ignore_patterns("__pycache__", "*.so", "_build_config.py")
     for package in ("flashattn_ext", "flashattn_ext_lab"):
         shutil.copytree(ROOT / package, tmp_path / package, ignore=ignored)
-    command = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", "out"]
+    command = [warm_python.interpreter(), "setup.py", "-q", "build_py", "--build-lib", "out"]
     subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=120)
     written = (tmp_path / "out" / "flashattn_ext" / "_build_config.py").read_text()
     assert f'BUILT_FOR_TORCH = "{torch.__version__}"' in written

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import warm_python
 
 ROOT = Path(__file__).parents[2]
 NAMES = "910, 910b, 910pro, 910c, 910_93"
@@ -29,7 +30,7 @@ def build(
         "HOME": "/nonexistent",
         "ASCEND_TOOLKIT_HOME": "",
         "ASCEND_HOME_PATH": str(cann or ""),
-        "PYTHON": sys.executable,
+        "PYTHON": warm_python.interpreter(),
         "PYTHONPATH": str(packages or ""),
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         **env,

@@ -6,10 +6,10 @@ import itertools
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import warm_python
 
 import flashattn_ext
 import flashattn_ext_lab
@@ -39,7 +39,7 @@ def checkout(tmp_path: Path) -> Path:
 
 def python(checkout: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *arguments],
+        [warm_python.interpreter(), *arguments],
         cwd=checkout,
         env={**os.environ, "PYTHONPATH": str(checkout.parent / "installed"), **env},
         capture_output=True,
@@ -111,7 +111,7 @@ def test_nothing_is_installed(checkout: Path) -> None:
 def test_a_broken_setting_is_not_taken_for_a_broken_build() -> None:
     """doctor used to advise a new build."""
     for name, choice in (("FLASHATTN_EXT_ISA", "generic"), ("FLASHATTN_EXT_CUDA_PATH", "sm80")):
-        command = [sys.executable, "-m", "flashattn_ext", "doctor"]
+        command = [warm_python.interpreter(), "-m", "flashattn_ext", "doctor"]
         done = subprocess.run(command, env={**os.environ, name: "bogus"}, capture_output=True, text=True)
         assert done.returncode == 1
         assert f"{name}: 'bogus'" in done.stdout and choice in done.stdout

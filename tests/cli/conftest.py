@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -48,12 +50,21 @@ def small() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of `experiments all`, with its reports. No test may write there."""
-    directory = tmp_path_factory.mktemp("experiments")
-    command = ["experiments", "all", "--device", "cpu", "--quick", "--threads", "1", "--out", str(directory)]
-    with tiny_everywhere():
-        assert main(command) == 0
-    assert main(["report", str(directory)]) == 0
+    """The directory of `experiments all`, with its reports. No test may write there: parallel test processes share it, and the first
+    that needs it fills it.
+    """
+    place = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        place = place.parent
+    directory, done = place / "experiments", place / "experiments.done"
+    with open(place / "experiments.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not done.exists():
+            command = ["experiments", "all", "--device", "cpu", "--quick", "--threads", "1", "--out", str(directory)]
+            with tiny_everywhere():
+                assert main(command) == 0
+            assert main(["report", str(directory)]) == 0
+            done.touch()
     return directory
 
 

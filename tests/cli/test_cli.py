@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import warm_python
 
 pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
@@ -373,16 +374,16 @@ def broken_package(tmp_path: Path) -> Path:
 
 
 def test_doctor_explains_a_mismatched_extension(broken_package: Path) -> None:
-    command = [sys.executable, "-m", "flashattn_ext"]
+    command = ["-m", "flashattn_ext"]
     # A package that PYTHONPATH leads to would be used in place of the broken one.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     run = partial(subprocess.run, cwd=broken_package, env=environment, capture_output=True, text=True)
-    version = run([*command, "--version"])
+    version = run([sys.executable, *command, "--version"])
     assert version.returncode == 0 and version.stdout.startswith("flashattn_ext ")
-    doctor = run([*command, "doctor"])
+    doctor = run([warm_python.interpreter(), *command, "doctor"])
     assert doctor.returncode == 1
     assert "FAIL  extension" in doctor.stdout
     assert "fix: install the wheel for that torch, or rebuild it, in the checkout, with: pip install" in doctor.stdout
-    train = run([*command, "train"])
+    train = run([warm_python.interpreter(), *command, "train"])
     assert train.returncode == 1
     assert train.stderr.startswith("flashattn-ext train: ") and train.stderr.count("\n") == 1

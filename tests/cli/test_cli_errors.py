@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import warm_python
 
 pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
@@ -59,7 +60,7 @@ def command(out: Path, text: Path, *options: str) -> list[str]:
 
 
 def run_process(*command: str, **options: object) -> subprocess.CompletedProcess[bytes]:
-    return subprocess.run([sys.executable, *command], capture_output=True, timeout=120, **options)
+    return subprocess.run([warm_python.interpreter(), *command], capture_output=True, timeout=120, **options)
 
 
 def assert_one_line(error: str, *parts: str) -> None:

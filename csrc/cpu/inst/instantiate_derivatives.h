@@ -9,12 +9,20 @@
 namespace flashattn_ext {
 namespace FLASHATTN_ISA {
 
+// The accuracy of weights in derivatives: the same for 16-bit inputs as for fp32, with which they then share the
+// kernels between the products. A table of bf16 alone has nothing to share.
+#if defined(FLASHATTN_ISA_BF16)
+using DerivativeAccuracy = Exp2Half;
+#else
+using DerivativeAccuracy = Exp2Full;
+#endif
+
 inline int64_t jvp_scratch_bytes(const JvpParams& p) {
   return for_dtype(p.dtype,
                    [&](auto in, auto op, auto) { return JvpScratch<decltype(in), decltype(op)>(p, nullptr).bytes; });
 }
 inline void jvp(const JvpParams& p) {
-  for_rule<false>(p, [&](auto in, auto op, auto accuracy, auto* rule) {
+  for_rule<false, DerivativeAccuracy>(p, [&](auto in, auto op, auto accuracy, auto* rule) {
     jvp<decltype(in), decltype(op), decltype(accuracy), std::decay_t<decltype(*rule)>>(p);
   });
 }
@@ -27,7 +35,7 @@ inline int64_t second_workspace_bytes(const SecondParams& p) {
       p.dtype, [&](auto in, auto op, auto) { return SecondWorkspace<decltype(in), decltype(op)>(p, nullptr).bytes; });
 }
 inline void second(const SecondParams& p) {
-  for_rule<false>(p, [&](auto in, auto op, auto accuracy, auto* rule) {
+  for_rule<false, DerivativeAccuracy>(p, [&](auto in, auto op, auto accuracy, auto* rule) {
     second<decltype(in), decltype(op), decltype(accuracy), std::decay_t<decltype(*rule)>>(p);
   });
 }
