@@ -342,7 +342,6 @@ struct WideBackward {
     __device__ __forceinline__ void start_scores(float (&dscores)[kQueries / 8][4]) {
       Visibility::await(shared.dout_full, shared.queries_inspected, this->douts());
       score_product<kValueColumns>(dscores, shared.v[keys.stage], 0, shared.dout[this->douts().stage]);
-      note_marks(*this);
     }
 
     __device__ __forceinline__ void finish_scores(float (&dscores)[kQueries / 8][4]) {
@@ -357,6 +356,7 @@ struct WideBackward {
                                                const Limits& unmasked) {
       typename Scores::Packed weights;
       ptx::barrier_wait(&shared.weights_full[weights_at.stage], weights_at.parity);
+      note_marks(*this);  // the first warpgroup has waited for the queries, with which they come
 #pragma unroll
       for (int step = 0; step < kQueries / 16; ++step) {
         const uint4 x = shared.weights[weights_at.stage][step][this->thread()];
