@@ -115,8 +115,9 @@ struct PlainScore {
   FLASHATTN_HOST_DEVICE static PlainScore of(const AttnParams& p) {
     const bool negative = p.softmax_scale < 0;
     const Real size = static_cast<Real>((negative ? -p.softmax_scale : p.softmax_scale) * kLog2E<double>);
-    // A factor of 0 would turn a masked score, -inf, into NaN.
-    const Real factor = size < kSmallest<Real> ? kSmallest<Real> : size;
+    // A factor of 0 would turn a masked score, -inf, into NaN. Derivatives multiply exponents by the inverse.
+    constexpr Real kLeast = kSmallest<Real> * (1 << 16);
+    const Real factor = size < kLeast ? kLeast : size;
     return {negative && !kOrdered ? -factor : factor, static_cast<Real>(p.softmax_scale), negative && kOrdered};
   }
 #endif

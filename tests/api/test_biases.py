@@ -42,7 +42,9 @@ def test_the_raw_backward_returns_what_autograd_does(device: str, dtype: torch.d
     for name, a, b in zip(names, got, expected, strict=True):
         takes_centres = name in ("dalibi_slopes", "drelative_bias")
         bound = 1e-4 if dtype == torch.float32 else 3e-2
-        torch.testing.assert_close(a, b, **(dict(rtol=bound, atol=bound) if takes_centres else {}))
+        # It keeps the log-sum-exp in two words, too: those of lse alone round a log-sum-exp of 100 by 4e-6.
+        close = dict(rtol=1e-4, atol=1e-5) if dtype == torch.float32 and a.device.type == "cuda" else {}
+        torch.testing.assert_close(a, b, **(dict(rtol=bound, atol=bound) if takes_centres else close))
 
 
 @pytest.mark.parametrize("name", NAMES)

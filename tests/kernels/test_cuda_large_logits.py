@@ -118,4 +118,5 @@ def test_fp8(backend: str, Sq: int, D: int, magnitude: float) -> None:
     if magnitude == 1:
         torch.testing.assert_close(lse.double(), exact_lse, rtol=0, atol=2e-3)
     else:
-        check_lse(lse, exact_lse)
+        # Tensor cores sum products of e4m3 with 13 bits behind the leading one of the largest.
+        check_lse(lse, exact_lse, rtol=2**-10)

@@ -108,6 +108,29 @@ def assert_within(measure: Callable[[int], dict[str, Error]]) -> None:
         assert got <= allowed, f"{name}: error {got:.3e}, allowed {allowed:.3e}"
 
 
+def rounding_of_products(case: Case, inputs: Inputs) -> float:
+    """Half of the spacing of fp32 at the size of the terms of a logit, with which a GPU's tensor cores sum them: terms cancel in some
+    rows."""
+    scale = abs(case.softmax_scale or case.D**-0.5)
+    return 2**-24 * scale * max(t.double().norm(dim=-1).max().item() for t in (inputs.q, inputs.k)) ** 2
+
+
+def kernel_error(case: Case, inputs: Inputs) -> float:
+    """The error of logits, and so of weights, that kernels on a GPU may have where plain PyTorch has none, by luck or because one key has
+    all the weight: of their products; in 16 bits of the tanh of a softcap (general_score.cuh), and of a bias that all rows share beside
+    products, which the forward adds in natural units and its gradient's kernel in those of log2."""
+    if inputs.q.device.type == "cpu":
+        return 0
+    error = min(rounding_of_products(case, inputs), 2**-9)  # beyond, one key has all the weight, which is then exact
+    if case.dtype.itemsize != 2:
+        return error
+    if case.softcap:
+        error += case.softcap * (2**-15 if case.dtype == torch.float16 else 2**-11)
+    if case.bias == "" and case.dtype == torch.float16:
+        error += 2**-8  # half of the spacing of 65504 * log2(e)
+    return error
+
+
 def check(case: Case, device: str, alter: Alter) -> None:
     """Every result of forward and backward, and lse within one rounding of its size."""
 
@@ -123,10 +146,13 @@ def check(case: Case, device: str, alter: Alter) -> None:
         got = results("got", run(of_seed, inputs))
         exact = results("exact", run_reference(of_seed, inputs, torch.float64))
         plain = plain_results(case, lambda dtype: results("plain", run_reference(of_seed, inputs, dtype)))
-        check_lse(lse["got"], lse["exact"])
+        check_lse(lse["got"], lse["exact"], *lse_tolerance(case, inputs))
         if case.max_logits:
             assert_max_logits_close(max_logits["got"], max_logits["exact"], max_logits["plain"], case.dtype)
-        return errors_of(of_seed, inputs, got, exact, plain)
+        errors = errors_of(of_seed, inputs, got, exact, plain)
+        for name, error in errors.items():
+            error.floor += kernel_error(case, inputs) * max_abs(exact[name])
+        return errors
 
     assert_within(measure)
 
@@ -146,6 +172,11 @@ def check_derivatives(case: Case, device: str, alter: Alter) -> None:
         errors = errors_of(of_seed, inputs, got, exact, plain)
         for name, error in errors.items():
             error.factor, error.floor = 3, error.floor * max(1.0, max_abs(exact[name]))
+            error.floor += kernel_error(case, inputs) * max_abs(exact[name])
+        if inputs.q.device.type == "cuda" and case.dtype.itemsize == 2:
+            # P * (A - pivot) has 16 bits. The pivot is the A of the first key with a weight (tangent_rows.cuh), which may be as far from
+            # that of the key with most of the weight as A is large; tlse is a mean of A.
+            errors["out"].floor += torch.finfo(case.dtype).eps / 2 * max_abs(exact["lse"])
         return errors
 
     assert_within(measure)
@@ -158,9 +189,25 @@ def altered(case: Case, device: str, alter: Alter) -> Inputs:
     return inputs
 
 
-def check_lse(got: Tensor, exact: Tensor) -> None:
-    rtol = 1e-12 if got.dtype == torch.float64 else 2e-6
-    torch.testing.assert_close(got.double(), exact, rtol=rtol, atol=10 * rtol, msg=lambda m: f"lse: {m}")
+def lse_tolerance(case: Case, inputs: Inputs) -> tuple[float, float]:
+    """Relative, and absolute. The tanh of 16-bit kernels on a GPU has a relative error of 2^-15 (general_score.cuh)."""
+    rtol = 1e-12 if case.dtype == torch.float64 else 2e-6
+    if inputs.q.device.type == "cpu":
+        return rtol, 10 * rtol
+    return 2**-15 if case.softcap and case.dtype.itemsize == 2 else rtol, 2e-5 + rounding_of_products(case, inputs)
+
+
+def check_lse(got: Tensor, exact: Tensor, rtol: float | None = None, atol: float | None = None) -> None:
+    rtol = rtol or (1e-12 if got.dtype == torch.float64 else 2e-6)
+    torch.testing.assert_close(got.double(), exact, rtol=rtol, atol=atol or 10 * rtol, msg=lambda m: f"lse: {m}")
+
+
+def assert_equal_values(got: Tensor, values: Tensor) -> None:
+    """Products with weights of 1 and 0. On a GPU fp32 products are three of TF32, which leave out the last digit of a value."""
+    if got.device.type == "cuda" and got.dtype == torch.float32:
+        torch.testing.assert_close(got, values, rtol=5e-7, atol=0)
+    else:
+        assert torch.equal(got, values)
 
 
 @pytest.mark.every_isa
@@ -176,10 +223,10 @@ def test_one_key_has_all_the_weight(device: str, dtype: torch.dtype, magnitude: 
     got = run(case, inputs)
     dout, _ = cotangents(case, got.out, got.lse)
     group = case.Hq // case.Hk
-    assert torch.equal(got.out, inputs.v.repeat_interleave(group, 2)), "out is v"
+    assert_equal_values(got.out, inputs.v.detach().repeat_interleave(group, 2))
     assert not got.grads["q"].any() and not got.grads["k"].any(), "one weight has no gradient"
     if group == 1:
-        assert torch.equal(got.grads["v"], dout), "dv is dout"
+        assert_equal_values(got.grads["v"], dout)
     products = (inputs.q * inputs.k.repeat_interleave(group, 2).double()).sum(-1) / 8
     check_lse(got.lse, products.detach().transpose(1, 2))
 
@@ -220,9 +267,12 @@ def test_rows_of_one_weight(device: str, dtype: torch.dtype, size: str) -> None:
     dout, _ = cotangents(case, got.out, got.lse)
     dv = torch.zeros_like(inputs.v)
     dv[:, chosen] = dout
-    torch.testing.assert_close(got.out, inputs.v[:, chosen], rtol=2e-7 if dtype == torch.float32 else 0, atol=0)
-    assert max_abs(got.grads["q"]) < 2e-5 and max_abs(got.grads["k"]) < 2e-5
-    torch.testing.assert_close(got.grads["v"], dv, rtol=4e-7, atol=1e-20)
+    on_cpu = inputs.q.device.type == "cpu"
+    rtol = 0 if dtype != torch.float32 else 2e-7 if on_cpu else 5e-7
+    torch.testing.assert_close(got.out, inputs.v[:, chosen], rtol=rtol, atol=0)
+    floor = 2e-5 if on_cpu else 1e-5 * 40 / 8  # of dq and dk, as in errors_of
+    assert max_abs(got.grads["q"]) < floor and max_abs(got.grads["k"]) < floor
+    torch.testing.assert_close(got.grads["v"], dv, rtol=4e-7 if on_cpu else 5e-7, atol=1e-20)
 
 
 @pytest.mark.every_isa
@@ -239,6 +289,16 @@ def test_derivatives_of_large_products(device: str, dtype: torch.dtype, size: st
 def test_derivatives_of_large_products_with_options(device: str, dtype: torch.dtype, name: str) -> None:
     case = Case(**{**dict(dtype=dtype, B=2, Sq=40, Sk=300, D=64, Dv=64), **OPTIONS[name]})
     check_derivatives(case, device, magnified(30))
+
+
+@pytest.mark.every_isa
+@pytest.mark.dtypes("float32", "bfloat16", "float16")
+@pytest.mark.parametrize("scale", [0.0, 1e-45])
+def test_derivatives_at_a_scale_of_zero(device: str, dtype: torch.dtype, scale: float) -> None:
+    """Exponents are divided by the factor of products, which is then as small as it can be."""
+    check_derivatives(
+        Case(dtype=dtype, Sq=40, Sk=300, D=64, Dv=64, softmax_scale=scale, use_lse=True), device, lambda _: None
+    )
 
 
 # --- biases ---
@@ -385,7 +445,7 @@ def test_decoding(device: str, dtype: torch.dtype, new: int, magnitude: float) -
         )
         exact, exact_lse = attention_reference(q.double(), k.double(), v.double(), causal=True, return_lse=True)
         if magnitude > 1:
-            assert torch.equal(out, v[:, -new:])
+            assert_equal_values(out, v[:, -new:])
         torch.testing.assert_close(out.double(), exact, rtol=0.02, atol=0.02)
         check_lse(lse, exact_lse)
 

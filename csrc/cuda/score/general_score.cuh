@@ -37,6 +37,20 @@ struct TanhOf {
   }
 };
 
+// The rule of scores that are logits in units of log2 already.
+struct StoredLogit {
+  static constexpr float factor = 1;
+};
+__device__ __forceinline__ constexpr bool has_products(const StoredLogit&) { return false; }
+// The rule of scores whose logits, in units of log2, are factor * score. The factor is positive in kernels that take
+// the maximum of a row.
+struct ScaledLogit {
+  static constexpr bool kConstantSlope = true;
+  float factor;
+  __device__ __forceinline__ float stored(float x) const { return x; }
+  __device__ __forceinline__ float times_slope(float gradient, float) const { return gradient; }
+};
+
 struct GeneralScore {
   bool is_capped;
   float factor, softmax_scale;
@@ -78,6 +92,17 @@ struct GeneralScore {
       each_element<kRowTiles, N>([&](int i, int n, int e) { x[i][n][e] *= factor; });
     }
   }
+  // Products become the stored scores of a forward: products where a logit has no other term, otherwise logits without
+  // bias. Products have no rounding error of their own, and the derivatives take them too.
+  template <class T, int kRowTiles, int N>
+  __device__ __forceinline__ ScaledLogit make_scores(float (&x)[kRowTiles][N][4], bool has_bias) const {
+    if (is_capped || has_bias) {
+      make_logits<T>(x);
+      return {1};
+    }
+    if (factor < 0) each_element<kRowTiles, N>([&](int i, int n, int e) { x[i][n][e] = -x[i][n][e]; });
+    return {fabsf(factor)};
+  }
   // Makes logits of products of which those of row g + 8 r of row tile i still lack the factor scale[i][r].
   template <class T, int kRowTiles, int N>
   __device__ __forceinline__ void make_logits(float (&x)[kRowTiles][N][4], const float (&scale)[kRowTiles][2]) const {
@@ -108,20 +133,6 @@ struct GeneralScore {
   }
 };
 
-// The rule of scores that are logits in units of log2 already.
-struct StoredLogit {
-  static constexpr float factor = 1;
-};
-__device__ __forceinline__ constexpr bool has_products(const StoredLogit&) { return false; }
-// The rule of scores whose logits, in units of log2, are factor * score. The factor is positive in kernels that take
-// the maximum of a row.
-struct ScaledLogit {
-  static constexpr bool kConstantSlope = true;
-  float factor;
-  __device__ __forceinline__ float stored(float x) const { return x; }
-  __device__ __forceinline__ float times_slope(float gradient, float) const { return gradient; }
-};
-
 // With a factor of log2(e) the scores of these rules are logits in natural units, whose biases are narrowed here
 // (score.h): where a logit is so large, products do not count beside its bias.
 __device__ __forceinline__ float narrowed_score(float factor, float x) {
@@ -139,6 +150,7 @@ struct DistanceLogit {
   float factor;
   float row[2];
 };
+__device__ __forceinline__ constexpr bool has_row_terms(const DistanceLogit&) { return true; }
 __device__ __forceinline__ float logit_of(const DistanceLogit& score, int r, float x) {
   return __fmaf_rn(narrowed_score(score.factor, x), score.factor, score.row[r]);
 }

@@ -8,7 +8,7 @@
 //
 // In many large rows a single key has all the weight. Its dP - delta is then the rounding error of two sums, which dS
 // would carry into products with large queries and keys. Such a row, whose second word is 0, has a mark of its own:
-// prepare leaves <dout, out> out of delta, and the kernels take dP as 0.
+// prepare leaves <dout, out> out of delta, the kernels take dP as 0, and its weight is exactly 1.
 #pragma once
 
 #include <climits>
@@ -36,12 +36,13 @@ __device__ __forceinline__ bool is_mark_of_one_weight(float lse) { return __floa
 __device__ __forceinline__ bool is_mark(float lse) { return __float_as_int(lse) <= INT_MIN + 1; }
 
 // The two words of a row for kernels that always subtract the second one: a mark replaces the first word of rows that
-// round products. The mark of one weight is in the second word.
-__device__ __forceinline__ float first_word(float top) {
-  return rounds_products(top) && top < infinity() ? -0.f : top + 0.f;
+// round products or have one weight. The mark of one weight is in the second word.
+__device__ __forceinline__ float first_word(const LseWords<float>& words) {
+  const bool marked = (rounds_products(words.top) && words.top < infinity()) || has_one_weight(words);
+  return marked ? -0.f : words.top + 0.f;
 }
 __device__ __forceinline__ float second_word(const LseWords<float>& words) {
-  return has_one_weight(words) ? mark_of_one_weight() : words.log2_sum + 0.f;
+  return has_one_weight(words) ? mark_of_one_weight() : words.log2_sum + 0.f;  // +0 for -0
 }
 
 // Whether some of kRows rows have a mark. All lanes of a warp call it.
@@ -71,28 +72,41 @@ __device__ __forceinline__ void clear_rows_of_one_weight(float (&dp)[kKeyTiles][
 }
 
 // Turns stored scores of a row into those whose products are the exponents of the weights. Products are rounded where
-// the forward rounds them (kRoundsProducts in score.h).
+// the forward rounds them (kRoundsProducts in score.h). kTopAlone: the ordinary arithmetic subtracts the second
+// word. kAnyRow: rows without a mark have an object, too, which leaves their scores as they are.
+template <bool kTopAlone, bool kAnyRow = false>
 struct SubtractedWords {
   float first, second;  // factors: one is 1
-  float top, inverse, shift;
+  float top, inverse, log2_sum;
+  float most;  // the largest exponent that `of` returns; 0 unless kTopAlone or kAnyRow
 
   __device__ __forceinline__ SubtractedWords()
-      : first(1), second(1), top(0), inverse(1), shift(0) {}  // leaves scores as they are
+      : first(1), second(1), top(0), inverse(1), log2_sum(0), most(infinity()) {
+    static_assert(kAnyRow);
+  }
   // inverse: of the factor of scores.
-  __device__ __forceinline__ SubtractedWords(float factor, float inverse, const LseWords<float>& words)
-      : first(rounds_products(words.top) ? factor : 1.f),
-        second(rounds_products(words.top) ? 1.f : factor),
-        top(words.top),
-        inverse(inverse),
-        shift(words.log2_sum * inverse) {}
+  template <class Score>
+  __device__ __forceinline__ SubtractedWords(const Score& score, float inverse, const LseWords<float>& words)
+      : first(1), second(score.factor), top(words.top), inverse(inverse), log2_sum(words.log2_sum), most(0) {
+    const bool one_weight = has_one_weight(words);
+    if (one_weight || rounds_products(top)) first = score.factor, second = 1;
+    if (kTopAlone) most = log2_sum, log2_sum = 0;
+    // Weights are at most 1, so that this leaves 1 for the maximum, whose recomputed product may be below top, in sums
+    // of another order. Other keys are further away.
+    if (one_weight) most = 0, log2_sum = -fabsf(top) / (1 << 20);
+  }
+  // No weight is above 1, however far a kernel's products are from those of the forward: sums of 512 terms of 10^13 in
+  // two orders can differ by more than any exponent.
   __device__ __forceinline__ float of(float x) const {
-    return fmaf(fmaf(__fmul_rn(x, first), second, -top), inverse, -shift);
+    const float exponent = fmaf(__fmul_rn(x, first), second, -top) - log2_sum;
+    const float limit = kTopAlone || kAnyRow ? most : 0.f;
+    return (exponent > limit ? limit : exponent) * inverse;
   }
 };
 
 // Products of marked rows become those whose logits are the exponents of the weights. They are transposed: rows are
 // columns of accumulators. lse: of all rows, and words_of(i): the words of row i; both count from the first column.
-template <class Score, int kKeyTiles, int N, class WordsOf>
+template <bool kTopAlone = false, class Score, int kKeyTiles, int N, class WordsOf>
 __device__ __forceinline__ void subtract_words(float (&x)[kKeyTiles][N][4], const Score& score, const float* lse,
                                                const WordsOf& words_of) {
   const float inverse = ptx::rcp_here(score.factor);
@@ -102,7 +116,7 @@ __device__ __forceinline__ void subtract_words(float (&x)[kKeyTiles][N][4], cons
     for (int odd = 0; odd < 2; ++odd) {
       const int row = 8 * n + 2 * t() + odd;
       if (!is_mark(lse[row])) continue;
-      const SubtractedWords words(score.factor, inverse, words_of(row));
+      const SubtractedWords<kTopAlone> words(score, inverse, words_of(row));
 #pragma unroll
       for (int i = 0; i < kKeyTiles; ++i) {
 #pragma unroll
@@ -116,18 +130,14 @@ __device__ __forceinline__ void subtract_words(float (&x)[kKeyTiles][N][4], cons
 }
 
 // Subtracts the words from the products of a warp's part of a step, if a row has a mark. Kernel: the backward or second
-// derivatives of ../sm80/; row0: the first query of the step. With kTopAlone the ordinary arithmetic subtracts the
-// second word.
+// derivatives of ../sm80/; row0: the first query of the step.
 template <bool kTopAlone, class Kernel, class Score, int kKeyTiles, int N>
 __device__ __forceinline__ void subtract_words_of_marked(const Kernel& kernel, float (&x)[kKeyTiles][N][4],
                                                          const Score& score, int h, int row0) {
   const int query = kernel.score_query();
   if (!has_mark<8 * N>(kernel.lse + query)) return;
-  const auto words_of = kernel.workspace.words_of(kernel.p, kernel.b, h, row0 + query);
-  subtract_words(x, score, kernel.lse + query, [&](int row) {
-    const LseWords<float> words = words_of(row);
-    return kTopAlone ? LseWords<float>{words.top, 0} : words;
-  });
+  subtract_words<kTopAlone>(x, score, kernel.lse + query,
+                            kernel.workspace.words_of(kernel.p, kernel.b, h, row0 + query));
 }
 
 // dP of rows with one weight becomes 0, in the same kernels.
@@ -147,8 +157,8 @@ __device__ __forceinline__ void subtract_words_of_rows(float (&x)[kRowTiles][N][
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       // Without a branch for each row ptxas spills in cuda/sm90/derivatives/jvp.cuh.
-      SubtractedWords words(score.factor, inverse, words_of(i, r));
-      if (!is_mark(lse[i][r])) words = SubtractedWords();
+      SubtractedWords<false, true> words(score, inverse, words_of(i, r));
+      if (!is_mark(lse[i][r])) words = {};
 #pragma unroll
       for (int n = 0; n < N; ++n) {
 #pragma unroll

@@ -47,6 +47,12 @@ __device__ __forceinline__ constexpr bool has_products(const Score&) {
   return true;
 }
 
+// Whether logits of a rule have a term that all keys of a tile share in a row.
+template <class Score>
+__device__ __forceinline__ constexpr bool has_row_terms(const Score&) {
+  return false;
+}
+
 // dS of a stored score, from dP. weight: before dropout; dp: 0 where dropout has not kept the weight.
 template <class Score>
 __device__ __forceinline__ float gradient_of(const Score& score, float x, float weight, float dp, float delta) {
@@ -218,13 +224,17 @@ struct OnlineSoftmax {
     const float size = fabsf(product);
     return (size >= kRoundsProducts<float>)&(size < infinity());  // without a branch between them
   }
+  // A term that all logits of a row share counts like the offset: the logits of other tiles have it in their sums.
+  template <class Score>
+  static __device__ __forceinline__ bool rounds(const Score& score, int r, float logit) {
+    const float offset = offset_of(score, r, logit);
+    return has_row_terms(score) ? is_large(logit) | is_large(offset) : is_large(offset);
+  }
   // Whether round_products has rows in this warp. x, y: the largest scores of both rows, of the tile or of the lane.
   template <class Score>
   static __device__ __forceinline__ bool some_products_are_large(const Score& score, float x, float y) {
     if (!has_products(score)) return false;
-    const bool large =
-        is_large(offset_of(score, 0, logit_of(score, 0, x))) | is_large(offset_of(score, 1, logit_of(score, 1, y)));
-    return __any_sync(~0u, large) != 0;
+    return __any_sync(~0u, rounds(score, 0, logit_of(score, 0, x)) | rounds(score, 1, logit_of(score, 1, y))) != 0;
   }
   // In rows whose largest product is large, stored scores become those whose products are the exponents of the weights,
   // from products that are rounded as the maximum is. Nothing is left to be subtracted from them.
@@ -235,7 +245,7 @@ struct OnlineSoftmax {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const float logit = logit_of(score, r, largest[r]);
-      if (!is_large(offset_of(score, r, logit))) continue;
+      if (!rounds(score, r, logit)) continue;
       rounded[r] = true;
       const float top = finite_max(raised_max(r, logit, tolerance));
 #pragma unroll

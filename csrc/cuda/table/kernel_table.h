@@ -337,7 +337,7 @@ inline constexpr KernelRow<sm90::BackwardTile> kSm90Backward[] = {
 // The backward of many short sequences (cuda/sm90/backward_short/heads.cuh). Tiles as in kSm90Backward.
 inline constexpr KernelRow<sm90::BackwardTile> kSm90Heads[] = {
     // 32x32x512 full / causal 0.428 / 0.286 ms; kSm90Backward: 0.502 / 0.421
-    {k16Bit, 64,  kPlain, kHopper, 48, {{128, 128, 2, 2, kApart}}},
+    {k16Bit, 64,  kPlain, kHopper, 60, {{128, 128, 2, 2, kApart}}},
     // 32x16x512 causal 0.312 ms; kSm90Backward: 0.378
     {k16Bit, 128, kPlain, kHopper, kMaySpill, {{128, 64, 2, 2, kApart}}},
 };

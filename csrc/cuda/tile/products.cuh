@@ -15,13 +15,14 @@ using InputTile = OperandTile<T, kColumns, (kHeadDim > (sizeof(T) == 2 ? 64 : 12
 
 // c += a * b^T. a(i, d): the operand of row tile i for the columns from d on. b(pair, n, d): the operands of the 8-row
 // tiles n and n + 1. Consecutive steps are 128 bytes apart in a row: then their places in swizzled tiles differ by 128
-// bytes as well. kTransposed: c has the bits of the transposed b * a^T, so that a backward recomputes the scores of the
-// forward.
+// bytes as well. Above 256 columns they follow each other, as in forward_large.cuh, whose scores a backward repeats.
+// kTransposed: c has the bits of the transposed b * a^T, so that a backward recomputes the scores of the forward.
 template <class T, int kHeadDim, bool kTransposed = false, class A, class B, int kRowTiles, int kColumnTiles>
 __device__ __forceinline__ void add_score_product(float (&c)[kRowTiles][kColumnTiles][4], const A& a, const B& b) {
   using Core = TensorCore<T>;
   constexpr int kSteps = kHeadDim / Core::kK, kUnrolled = kHeadDim > 256 ? 16 : kSteps;  // more take long to compile
-  constexpr int kLine = 128 / static_cast<int>(sizeof(T)), kLines = kHeadDim % kLine == 0 ? kHeadDim / kLine : 1;
+  constexpr int kLine = 128 / static_cast<int>(sizeof(T));
+  constexpr int kLines = kHeadDim % kLine == 0 && kHeadDim <= 256 ? kHeadDim / kLine : 1;
 #pragma unroll kUnrolled
   for (int step = 0; step < kSteps; ++step) {
     const int d = step % kLines * kLine + step / kLines * Core::kK;

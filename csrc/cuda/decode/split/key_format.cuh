@@ -66,10 +66,7 @@ struct KeyFormat {
   template <class Scores>
   static __device__ __forceinline__ auto make_logits(const GeneralScore& score, Scores& x, bool has_slopes) {
     if constexpr (sizeof(T) == 4) {
-      // As in the other forwards of fp32: the derivatives take the exact product of small rows too.
-      const bool stores = score.is_capped || has_slopes || !(score.factor > 0);
-      if (stores) score.template make_logits<T>(x);
-      return ScaledLogit{stores ? 1.f : score.factor};
+      return score.template make_scores<T>(x, has_slopes);
     } else {
       score.template make_logits<T>(x);
       return StoredLogit{};

@@ -109,7 +109,7 @@ struct Backward : BackwardBase<T, kHeadDimension, kOptions, kLarge> {
     for (int i = threadIdx.x; i < kQueries; i += kThreads) {
       if constexpr (kTwoWords) {
         const LseWords<float> words = i < rows ? workspace.words[index + i] : LseWords<float>::of_no_key();
-        lse[i] = Gradients::kTwoWords ? words.top : first_word(words.top);
+        lse[i] = Gradients::kTwoWords ? words.top : first_word(words);
         log2_sum[i] = second_word(words);
       } else {
         lse[i] = i < rows ? workspace.lse[index + i] : infinity();

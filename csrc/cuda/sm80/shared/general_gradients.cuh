@@ -21,6 +21,8 @@ __device__ __forceinline__ void weigh_and_differentiate(float (&weights)[kKeyTil
                                                         const float* log2_sum, const float* delta,
                                                         const SeenBy<kKeyTiles>& seen_by, Dropping& dropping) {
   constexpr int kTogether = 2;  // query tiles
+  // The forward of fp32 takes the exact products of small rows where a logit has no other term (make_scores).
+  const bool takes_products = sizeof(T) == 4 && !score.is_capped && !bias.has_any();
 #pragma unroll
   for (int first = 0; first < N; first += kTogether) {
     float own[kKeyTiles][kTogether][4], logits[kKeyTiles][kTogether][4], gradient[kKeyTiles][kTogether][4];
@@ -32,7 +34,10 @@ __device__ __forceinline__ void weigh_and_differentiate(float (&weights)[kKeyTil
     each_element<kKeyTiles, kTogether>([&](int i, int n, int e) {
       const int query = (first + n) * 8 + e % 2;
       const bool seen = seen_by.includes(i, e / 2, query), keeps = dropping.keeps(i, n, e);
-      const float weight = seen ? ptx::ex2((logits[i][n][e] - top[query]) - log2_sum[query]) : 0.f;
+      const bool exact = takes_products && !rounds_products(top[query]);
+      const float product = weights[i][first + n][e], logit = logits[i][n][e];
+      const float below = exact ? fmaf(product, score.factor, -top[query]) : logit - top[query];
+      const float weight = seen ? ptx::ex2(below - log2_sum[query]) : 0.f;
       const float dp = keeps ? dscores[i][first + n][e] : 0.f;
       weights[i][first + n][e] = keeps ? weight : 0.f;
       gradient[i][n][e] = weight == 0 ? 0.f : weight * (dp - delta[query]);
