@@ -82,13 +82,19 @@ def supports(
     try:
         tensors, numbers = convert("supports", q, k, v, lengths, layout, **options)
         tensors = autocast(tensors)
+        described = None
         if dropout_padding.is_needed(tensors, numbers):
+            assert numbers.origin is not None
+            described = tensors, numbers._replace(origin=[*numbers.origin[:2], 0, 0])
             tensors, numbers = dropout_padding.padded(tensors, numbers)
         given = [t for t in differentiable(tensors) if t is not None]
         gradients = torch.is_grad_enabled() and any(t.requires_grad for t in given)
         tangents = any(arguments.has_tangent(t) for t in given)
         centres = gradients and keeps_centres(tensors, lambda t: t.requires_grad)
-        backend, slow = ops.supports(*tensors, *numbers, gradients, tangents, centres, return_max_logits)
+        needs = gradients, tangents, centres, return_max_logits
+        backend, slow = ops.supports(*tensors, *numbers, *needs)
+        if slow and described:  # the text has the caller's queries and options, not those of the padded call
+            _, slow = ops.supports(*described[0], *described[1], *needs)
     except NotImplementedError as refusal:
         return Support("", str(refusal), "")
     return Support(backend, "", slow)

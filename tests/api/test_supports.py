@@ -15,6 +15,10 @@ import flashattn_ext
 from flashattn_ext import Mask
 
 KEYS, LONG = 2000, 160  # keys of a sequence, and queries of a call that runs the kernels of long sequences
+NEEDS_EMULATOR = pytest.mark.skipif(
+    not Path(flashattn_ext.__file__).with_name("_ascend_emulator.so").exists(),
+    reason="the emulator is not built (make emulator)",
+)
 # The options that may keep few queries from their own kernels, by the names that the reason gives them.
 NAMES = {
     "mask": "mask",
@@ -291,10 +295,7 @@ def test_arguments_are_those_of_a_call() -> None:
         flashattn_ext.supports(q, k, v, rng_seed=1 << 70)
 
 
-@pytest.mark.skipif(
-    not Path(flashattn_ext.__file__).with_name("_ascend_emulator.so").exists(),
-    reason="the emulator is not built (make emulator)",
-)
+@NEEDS_EMULATOR
 def test_the_kernels_of_ascend_divide_no_keys() -> None:
     q, k, v = inputs(3, (8, 2), (32, 32), torch.float16, "cpu")
     with flashattn_ext.use_backend("ascend-emulator"):
@@ -308,3 +309,12 @@ def test_the_kernels_of_ascend_divide_no_keys() -> None:
         assert not refused and "ascend-emulator" in refused.refusal
         # Padded to the boundaries of the dropout generator.
         assert flashattn_ext.supports(q, k, v, dropout_p=0.1, origin=(0, 0, 5, 7))
+
+
+@NEEDS_EMULATOR
+def test_a_reason_names_the_queries_and_options_of_the_caller() -> None:
+    """Dropout whose origin is not at a multiple of 16 rows runs as a call of more queries, with a Mask (dropout_padding.py)."""
+    q, k = torch.randn(1, 3, 2, 16), torch.randn(1, 600, 2, 16)
+    with flashattn_ext.use_backend("ascend-emulator"):
+        support = flashattn_ext.supports(q, k, k, dropout_p=0.3, origin=(0, 0, 597, 0))
+    assert support and "the 3 queries of this call" in support.slow and "mask" not in support.slow
