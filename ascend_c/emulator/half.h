@@ -4,6 +4,12 @@
 #include <cstdint>
 #include <cstring>
 
+#if defined(__ARM_NEON)
+// The compiler's header for Arm has a type of this name outside any namespace, and torch's headers include it.
+#include <arm_neon.h>
+#define bfloat16_t emulated_bfloat16_t
+#endif
+
 namespace AscendC {
 enum class RoundMode { CAST_NONE, CAST_RINT, CAST_FLOOR, CAST_CEIL, CAST_ROUND, CAST_TRUNC, CAST_ODD };
 }  // namespace AscendC
