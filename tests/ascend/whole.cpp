@@ -1,6 +1,6 @@
 // One call of a whole mixed kernel in fp16 (forward) or fp32 (backward), of two tiles of queries and three of keys.
-// test_ascend_emulator.py compiles it with a copy of the kernels in which faults can be planted; WHOLE_BACKWARD chooses.
-// Usage: whole MODE SEED FAULT
+// test_ascend_emulator.py compiles it with a copy of the kernels in which faults can be planted; WHOLE_BACKWARD
+// chooses. Usage: whole MODE SEED FAULT
 #include <cmath>
 
 #include "ascend_c/dispatch.h"
