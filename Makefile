@@ -2,7 +2,7 @@
 #
 #   make train [ARGS="--steps 500"]   train a small GPT through this package
 #   make test  [ARGS="-k varlen"]     run the test suite
-#   make test-quick                   one test per feature, on the CPU: at most 90 seconds on two cores
+#   make test-quick                   one test per feature, on the CPU: about 40 seconds on two cores
 #   make bench-all [ARGS=--quick]     run every experiment; make bench-flash and make bench-matmul run one
 #   make report                       write a page of their results
 #   make emulator                     build the backend ascend-emulator (make test does, too)
