@@ -73,11 +73,13 @@ def test_inference(name: str) -> None:
 
 
 def test_torch_compile() -> None:
-    """The indexer and attention read the mask in one graph."""
+    """The indexer and attention read the mask in one graph. Before torch 2.13 it has no backward: that of transformers' experts on the CPU
+    reads numbers, which torch does not trace there, and a graph with a function of allow_in_graph is not compiled in parts instead."""
     inputs = MASK_READERS["deepseek_v32"].inputs(torch.Generator().manual_seed(3), padding_mask("right"))
-    expected = made("deepseek_v32", "eager")(**inputs).logits
     torch.compiler.reset()
-    got = torch.compile(made("deepseek_v32", "fax"), backend="aot_eager")(**inputs).logits
+    with torch.set_grad_enabled(tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)):
+        expected = made("deepseek_v32", "eager")(**inputs).logits
+        got = torch.compile(made("deepseek_v32", "fax"), backend="aot_eager")(**inputs).logits
     seen = inputs["attention_mask"].bool()
     torch.testing.assert_close(got[seen], expected[seen], rtol=1e-4, atol=1e-4)
 
