@@ -92,16 +92,22 @@ struct GeneralScore {
       each_element<kRowTiles, N>([&](int i, int n, int e) { x[i][n][e] *= factor; });
     }
   }
-  // Products become the stored scores of a forward: products where a logit has no other term, otherwise logits without
-  // bias. Products have no rounding error of their own, and the derivatives take them too.
+  // Products become the stored scores of a forward, without bias; returns their rule. In fp32 they stay products where
+  // a logit has no other term, which the derivatives take as well: a logit would be rounded. Weights of 16 bits do not
+  // show that rounding.
   template <class T, int kRowTiles, int N>
-  __device__ __forceinline__ ScaledLogit make_scores(float (&x)[kRowTiles][N][4], bool has_bias) const {
-    if (is_capped || has_bias) {
+  __device__ __forceinline__ auto make_scores(float (&x)[kRowTiles][N][4], bool has_bias) const {
+    if constexpr (sizeof(T) == 4) {
+      if (is_capped || has_bias) {
+        make_logits<T>(x);
+        return ScaledLogit{1};
+      }
+      if (factor < 0) each_element<kRowTiles, N>([&](int i, int n, int e) { x[i][n][e] = -x[i][n][e]; });
+      return ScaledLogit{fabsf(factor)};
+    } else {
       make_logits<T>(x);
-      return {1};
+      return StoredLogit{};
     }
-    if (factor < 0) each_element<kRowTiles, N>([&](int i, int n, int e) { x[i][n][e] = -x[i][n][e]; });
-    return {fabsf(factor)};
   }
   // Makes logits of products of which those of row g + 8 r of row tile i still lack the factor scale[i][r].
   template <class T, int kRowTiles, int N>
@@ -150,11 +156,14 @@ struct DistanceLogit {
   float factor;
   float row[2];
 };
-__device__ __forceinline__ constexpr bool has_row_terms(const DistanceLogit&) { return true; }
 __device__ __forceinline__ float logit_of(const DistanceLogit& score, int r, float x) {
   return __fmaf_rn(narrowed_score(score.factor, x), score.factor, score.row[r]);
 }
 __device__ __forceinline__ float offset_of(const DistanceLogit& score, int r, float max) { return max - score.row[r]; }
+// The term of a row counts like the offset: the logits of other tiles have it in their sums.
+__device__ __forceinline__ bool rounds_row(const DistanceLogit& score, int r, float logit) {
+  return is_large_product(logit) | is_large_product(offset_of(score, r, logit));
+}
 
 // ScaledLogit in a forward whose weights are larger by the factor kScale, which is in the exponent's offset.
 struct LargerWeights {

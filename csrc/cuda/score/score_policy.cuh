@@ -116,15 +116,9 @@ struct GeneralScores : CentredScores<T, kRowTiles, TileBias<T, false, kRowTiles,
   template <class Kernel, class Step>
   __device__ __forceinline__ auto make_logits(const Kernel& kernel, float (&x)[kRowTiles][kKeys / 8][4],
                                               const Step& step, Nothing) {
-    if constexpr (sizeof(T) == 4) {  // weights of 16 bits do not show the rounding error of a logit
-      const ScaledLogit rule = kernel.score.template make_scores<T>(x, kernel.p.has_bias());
-      kernel.template bias<Bias>(step).add(x, ahead);
-      return rule;
-    } else {
-      kernel.score.template make_logits<T>(x);
-      kernel.template bias<Bias>(step).add(x, ahead);
-      return StoredLogit{};
-    }
+    const auto rule = kernel.score.template make_scores<T>(x, kernel.p.has_bias());
+    kernel.template bias<Bias>(step).add(x, ahead);
+    return rule;
   }
 };
 

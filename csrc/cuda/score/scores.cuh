@@ -41,16 +41,15 @@ template <class Score>
 __device__ __forceinline__ float narrowed_score(const Score&, float x) {
   return x;
 }
-// Whether the products of a rule can have to be rounded before the offset is subtracted (kRoundsProducts in score.h).
+// Whether the products of a rule can have to be rounded before the offset is subtracted (kRoundsProducts in score.h),
+// and whether those of a row with this largest logit have to be.
 template <class Score>
 __device__ __forceinline__ constexpr bool has_products(const Score&) {
   return true;
 }
-
-// Whether logits of a rule have a term that all keys of a tile share in a row.
 template <class Score>
-__device__ __forceinline__ constexpr bool has_row_terms(const Score&) {
-  return false;
+__device__ __forceinline__ bool rounds_row(const Score& score, int r, float logit) {
+  return is_large_product(offset_of(score, r, logit));
 }
 
 // dS of a stored score, from dP. weight: before dropout; dp: 0 where dropout has not kept the weight.
@@ -220,21 +219,12 @@ struct OnlineSoftmax {
   }
 
  private:
-  static __device__ __forceinline__ bool is_large(float product) {
-    const float size = fabsf(product);
-    return (size >= kRoundsProducts<float>)&(size < infinity());  // without a branch between them
-  }
-  // A term that all logits of a row share counts like the offset: the logits of other tiles have it in their sums.
-  template <class Score>
-  static __device__ __forceinline__ bool rounds(const Score& score, int r, float logit) {
-    const float offset = offset_of(score, r, logit);
-    return has_row_terms(score) ? is_large(logit) | is_large(offset) : is_large(offset);
-  }
   // Whether round_products has rows in this warp. x, y: the largest scores of both rows, of the tile or of the lane.
   template <class Score>
   static __device__ __forceinline__ bool some_products_are_large(const Score& score, float x, float y) {
     if (!has_products(score)) return false;
-    return __any_sync(~0u, rounds(score, 0, logit_of(score, 0, x)) | rounds(score, 1, logit_of(score, 1, y))) != 0;
+    const bool large = rounds_row(score, 0, logit_of(score, 0, x)) | rounds_row(score, 1, logit_of(score, 1, y));
+    return __any_sync(~0u, large) != 0;
   }
   // In rows whose largest product is large, stored scores become those whose products are the exponents of the weights,
   // from products that are rounded as the maximum is. Nothing is left to be subtracted from them.
@@ -245,7 +235,7 @@ struct OnlineSoftmax {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const float logit = logit_of(score, r, largest[r]);
-      if (!rounds(score, r, logit)) continue;
+      if (!rounds_row(score, r, logit)) continue;
       rounded[r] = true;
       const float top = finite_max(raised_max(r, logit, tolerance));
 #pragma unroll

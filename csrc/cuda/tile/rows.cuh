@@ -24,6 +24,12 @@ __device__ __forceinline__ float narrowed_beyond(float limit, float x) {
   return fmaf(x, 0.5f, 0.5f * fminf(fmaxf(x, -limit), limit));
 }
 
+// Whether a finite product is at least kRoundsProducts in size.
+__device__ __forceinline__ bool is_large_product(float product) {
+  const float size = fabsf(product);
+  return (size >= kRoundsProducts<float>)&(size < infinity());  // without a branch between them
+}
+
 // What a forward writes for a row: lse and, where they are wanted, its two words. max: the maximum that the weights are
 // relative to, in units of log2; sum: of the weights, 0 if the row is fully masked.
 __device__ __forceinline__ void write_lse(const AttnParams& p, int64_t b, int64_t h, int64_t row, float max,

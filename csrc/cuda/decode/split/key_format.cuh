@@ -65,12 +65,7 @@ struct KeyFormat {
   }
   template <class Scores>
   static __device__ __forceinline__ auto make_logits(const GeneralScore& score, Scores& x, bool has_slopes) {
-    if constexpr (sizeof(T) == 4) {
-      return score.template make_scores<T>(x, has_slopes);
-    } else {
-      score.template make_logits<T>(x);
-      return StoredLogit{};
-    }
+    return score.template make_scores<T>(x, has_slopes);
   }
   template <int N>
   static __device__ __forceinline__ void store_sums(float* to, const float (&x)[N][4], int r) {
