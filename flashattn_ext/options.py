@@ -110,18 +110,23 @@ def keeps_centres(tensors: CallTensors, needs: Callable[[Tensor], bool]) -> bool
 # --- the keyword arguments of the public functions, for type checkers ------------------------------------------------------
 
 
-class SharedOptions(TypedDict, total=False):
-    """Options that forward, varlen_forward, backward and attention_reference have in common."""
+class SoftmaxOptions(TypedDict, total=False):
+    """Options that decide about weights before dropout, except biases."""
 
     causal: bool
     window_size: tuple[int, int]
     softmax_scale: float | None
     softcap: float
     mask: Mask | None
-    dropout_p: float
     smooth_softmax: bool
     sink: Tensor | None
     origin: tuple[int, ...] | None
+
+
+class SharedOptions(SoftmaxOptions, total=False):
+    """Options that forward, varlen_forward, backward and attention_reference have in common."""
+
+    dropout_p: float
 
 
 class BiasOptions(TypedDict, total=False):
@@ -156,17 +161,8 @@ class ReferenceOptions(SharedOptions, BiasOptions, Fp8Options, SeedOption, total
     """Options of attention_reference."""
 
 
-class WeightsOptions(BiasOptions, total=False):
+class WeightsOptions(SoftmaxOptions, BiasOptions, total=False):
     """Options of attention_weights."""
-
-    causal: bool
-    window_size: tuple[int, int]
-    softmax_scale: float | None
-    softcap: float
-    mask: Mask | None
-    smooth_softmax: bool
-    sink: Tensor | None
-    origin: tuple[int, ...] | None
 
 
 class BackwardOptions(SharedOptions, SeedOption, total=False):

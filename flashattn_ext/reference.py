@@ -184,6 +184,13 @@ def _attend(
     return out, lse, logits.amax(1) if logits.shape[1] else logits.new_full(logits.shape[:1], -math.inf)
 
 
+def _refuse_others(function: str, taken: type, options: Any, more: tuple[Any, ...]) -> None:
+    """Refuses the options that `taken`, a TypedDict, does not list, among them some that convert() takes, and more positional arguments."""
+    unknown = {name: value for name, value in options.items() if name not in taken.__annotations__}
+    if more or unknown:
+        raise names.not_an_argument(function, unknown, more)
+
+
 @overload
 def attention_reference(
     q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens_q: Tensor | None = ..., cu_seqlens_k: Tensor | None = ...,
@@ -254,9 +261,7 @@ def attention_reference(
             out_dtype without float8_e4m3fn.
         TypeError: the type of an option is not as described.
     """
-    if more or not options.keys() <= ReferenceOptions.__annotations__.keys():
-        unknown = {name: value for name, value in options.items() if name not in ReferenceOptions.__annotations__}
-        raise names.not_an_argument("attention_reference", unknown, more)
+    _refuse_others("attention_reference", ReferenceOptions, options, more)
     arguments.tensors(q=q, k=k, v=v)
     arguments.optional_tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     call, numbers = calls.convert("attention_reference", q, k, v, calls.DENSE, layout, **options)
@@ -345,9 +350,7 @@ def attention_weights(
         ValueError: a shape or a value is not as described.
         TypeError: a type or a dtype is not as described.
     """
-    if more or not options.keys() <= WeightsOptions.__annotations__.keys():
-        unknown = {name: value for name, value in options.items() if name not in WeightsOptions.__annotations__}
-        raise names.not_an_argument("attention_weights", unknown, more)
+    _refuse_others("attention_weights", WeightsOptions, options, more)
     arguments.tensors(q=q, k=k)
     if fp8.FP8 in (q.dtype, k.dtype):
         raise TypeError(
