@@ -199,5 +199,7 @@ def test_threads_of_examples_do_not_spin(
     """The OpenMP runtime reads its policy when torch is imported: it is set before that, unless the user has set it."""
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     path = str(ROOT / "examples" / f"{name}.py")
-    done = run_python(TELL_POLICY.format(path=path), **({} if given is None else {"OMP_WAIT_POLICY": given}))
+    done = run_python(
+        TELL_POLICY.format(path=path), python=sys.executable, **({} if given is None else {"OMP_WAIT_POLICY": given})
+    )
     assert done.stdout.split() == [policy], done.stderr
