@@ -31,7 +31,7 @@ VERSION = (ROOT / "VERSION").read_text().strip()
 
 COMPILER = os.environ.get("CXX", "c++")
 
-# Those that take longest come first, by measured time, so that no core compiles alone at the end.
+# The sources that take longest to compile come first, by measured time, so that no core compiles alone at the end.
 SOURCES = [
     "csrc/module/torch.cpp",
     # Two sources per instruction set; on other architectures they compile to empty objects.

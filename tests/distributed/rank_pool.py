@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 RANKS = 4
-# Of a job; none takes more than a few seconds, except on an emulated processor (tools/check_arm64.sh).
+# The time that a job may take. A job takes a few seconds at most, except on an emulated processor (tools/check_arm64.sh).
 TIMEOUT_S = float(os.environ.get("FLASHATTN_EXT_TEST_TIMEOUT_S", 60))
 
 _groups: dict[int, Any] = {}  # on a rank: the groups of the first n ranks
