@@ -283,6 +283,8 @@ UNITS = {
         "sm80",
         "backward",
     ): "warps, keys x queries, thread blocks along the columns, stages, with 227 KB of shared memory",
+    ("sm80", "heads_forward"): "keys of a step, warps at most, resident blocks of as many warps",
+    ("sm80", "heads_backward"): "queries of a tile x of a step, columns of dq of a warp, warps at most",
     ("sm80", "jvp"): "warps x row tiles of 16 queries, keys of a step, resident blocks",
     ("sm80", "second"): "warps, keys x queries, with 227 KB of shared memory",
     ("sm90", "forward"): "queries x keys of a step, stages, order",
@@ -311,6 +313,10 @@ def describe(row: Row, choice: int = 0) -> str:
         stages = tile[4] if len(tile) > 4 else "1"
         return f"{tile[0]} x {tile[1]}, {tile[2]}, {tile[3]}, {stages}"
     if (row.architecture, row.stage) == ("sm80", "jvp"):
+        return f"{tile[0]} x {tile[1]}, {tile[2]}, {tile[3]}"
+    if row.stage == "heads_forward":
+        return f"{tile[0]}, {tile[1]}, {tile[2]}"
+    if row.stage == "heads_backward":
         return f"{tile[0]} x {tile[1]}, {tile[2]}, {tile[3]}"
     if (row.architecture, row.stage) == ("sm80", "second"):
         return f"{tile[0]}, {tile[1]} x {tile[2]}"

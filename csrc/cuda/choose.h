@@ -20,6 +20,7 @@
 #include "cuda/decode/split/tiles.h"
 #include "cuda/host/call.h"
 #include "cuda/sm80/shared/tiles.h"
+#include "cuda/sm80/whole_heads/plan.h"
 #include "cuda/sm90/fp8/transposed_values.h"
 #include "cuda/sm90/shared/tiles.h"
 #include "cuda/table/stages.h"
@@ -151,7 +152,9 @@ class Chooser {
   // --- calls ---------------------------------------------------------------------------------------------------------
 
   Choice forward(const AttnParams& p) const {
-    Choice choice{forward_row(forward_call(p))};
+    const KernelCall call = forward_call(p);
+    if (const TableRow row = heads_forward_row(p, call)) return {row};
+    Choice choice{forward_row(call)};
     const bool is_narrow = p.dtype == DType::kFloat8;  // a prefill has already widened its keys and values
     if (p.invariant && has_few_queries(p) && has_chunks(cached_call(p), choice.row)) {
       choice.way = Way::kChunks;
@@ -177,6 +180,7 @@ class Chooser {
   Choice backward(const AttnGradParams& p) const {
     const KernelCall call = backward_call(p, options_of(p));
     if (const TableRow row = few_rows_row(p, call)) return {row, Way::kFewRows};
+    if (const TableRow row = heads_backward_row(p, call)) return {row};
     if (const TableRow row = hoppers<Stage::kSm90Heads>(call); row && runs_by_heads(p, row)) return {row};
     KernelCall grouped = call;
     grouped.options = call.options | kGroups;
@@ -360,6 +364,58 @@ class Chooser {
              all_rows(p) <= std::min(kMostRows, p.cache.entries * p.cache.page_size);
     }
     return entry_rows(p, p.k) > 0 && entry_rows(p, p.k) == entry_rows(p, p.v) && all_rows(p) <= kMostRows;
+  }
+
+  // --- short sequences, whose keys a thread block has in shared memory ---------------------------------------------
+
+  // H200, bf16, microseconds beside sm80/ and sm90/: 64x256 8x32 26.6, 42.6 and 36.2; 128x96 12x64 31.7, 45.0 and 41.3;
+  // 128x128 12x64 40.3, 47.5 and 36.5 (causal 38.0, 50.7 and 42.4); 64x197 12x64 50.8, 64.9 and 58.1; 128x64 16x128
+  // 39.5, 73.9 and 48.0; 128x80 12x128 42.0, 70.4 and 39.5.
+  bool prefers_whole_heads(const AttnParams& p, int columns) const {
+    const int64_t keys = p.seqlen_k;
+    if (!is_hopper()) return keys <= (columns > 64 ? 128 : 256);
+    if (columns > 64) return keys <= 64 && p.seqlen_q <= 512;
+    if (columns > 32) return keys <= 112 || (keys <= 208 && (keys > 192 || p.window_right != kUnbounded));
+    return keys <= 256;
+  }
+  // Beside sm80/ and the faster ones of sm90/: 64x197 12x32 87.8, 174 and 101; 64x256 8x32 68.4, 132 and 64.7; 16x77
+  // 12x64 causal 12.2, 21.4 and 14.3; 128x96 12x64 77.9, 136 and 70.1. A thread block walks over all queries of a KV
+  // head: 64x256:64 8x64 60.0, 92.9 and 41.8; 64x512:64 8x64 109, 169 and 69; 4x4096:77 8x64 364, 306 and 119.
+  bool prefers_whole_heads_backward(const AttnGradParams& p, int columns) const {
+    const int64_t keys = p.seqlen_k, queries = p.seqlen_q * p.group_size();
+    if (!is_hopper()) return keys <= (columns > 64 ? 128 : 256) && queries <= 512;
+    if (columns > 32) return keys <= 80 && p.seqlen_q <= 128 && queries <= 256;
+    return keys <= 208 && queries <= 256;
+  }
+
+  // Dense calls without options. The kernels track no largest logit.
+  static bool runs_in_whole_heads(const AttnParams& p, const KernelCall& call) {
+    constexpr int64_t kMostQueries = 1 << 20;  // units of rows are numbered in 32 bits
+    return !p.is_varlen() && !call.is_invariant && !call.wants_largest && p.batch * p.heads_q > 0 && p.seqlen_q > 0 &&
+           p.seqlen_q <= kMostQueries;
+  }
+  // Whether the GPU has the shared memory and the grid for a plan.
+  bool has_room(int64_t shared_bytes, int64_t blocks) const {
+    return shared_bytes <= gpu_.block_shared && blocks <= std::numeric_limits<int32_t>::max();
+  }
+  TableRow heads_forward_row(const AttnParams& p, const KernelCall& call) const {
+    const TableRow row = first<Stage::kSm80HeadsForward>(call);
+    if (!row || !runs_in_whole_heads(p, call)) return {};
+    const auto& kernel = table_row<Stage::kSm80HeadsForward>(row);
+    const int columns = kernel.head_dims.qk;
+    if (!prefers_whole_heads(p, columns)) return {};
+    const auto plan = sm80::HeadsForwardPlan::of(p, compiled_tile(kernel.tiles), gpu_.multiprocessors);
+    return has_room(plan.shared_bytes(columns), plan.blocks(p)) ? row : TableRow{};
+  }
+  // The kernels read whole vectors of `out`, and form no gradient of a sink.
+  TableRow heads_backward_row(const AttnGradParams& p, const KernelCall& call) const {
+    const TableRow row = first<Stage::kSm80HeadsBackward>(call);
+    if (!row || !runs_in_whole_heads(p, call) || p.dsink) return {};
+    const auto& kernel = table_row<Stage::kSm80HeadsBackward>(row);
+    const int columns = kernel.head_dims.qk;
+    if (!prefers_whole_heads_backward(p, columns) || !rows_are_aligned(p.out, p.head_dim_v, 2)) return {};
+    const auto plan = sm80::HeadsBackwardPlan::of(p, compiled_tile(kernel.tiles));
+    return has_room(plan.shared_bytes(columns), p.batch * p.heads_k) ? row : TableRow{};
   }
 
   // --- values in e4m3 ------------------------------------------------------------------------------------------------

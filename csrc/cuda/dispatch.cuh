@@ -72,7 +72,9 @@ const EntriesOf<kStage>& kernel_of(const TableRow& row) {
 // How the rows of a choice run that every architecture has.
 struct EveryGpu {
   static void run_forward(const Choice& choice, const AttnParams& p) {
-    kernel_of<Stage::kSm80Forward>(choice.row).forward(p);
+    const TableRow& row = choice.row;
+    if (row.stage == Stage::kSm80HeadsForward) return kernel_of<Stage::kSm80HeadsForward>(row).heads_forward(p);
+    kernel_of<Stage::kSm80Forward>(row).forward(p);
   }
   // Workspace beside copies of inputs.
   static size_t forward_bytes(const Choice&, const AttnParams&) { return 0; }
@@ -83,9 +85,11 @@ struct EveryGpu {
     return {kernel_of<Stage::kFewRowsBackward>(row).backward, kernel.head_dim, decode::shared_bytes_of(kernel)};
   }
   static void run_backward(const TableRow& row, const AttnGradParams& p) {
+    if (row.stage == Stage::kSm80HeadsBackward) return kernel_of<Stage::kSm80HeadsBackward>(row).heads_backward(p);
     kernel_of<Stage::kSm80Backward>(row).backward(p);
   }
   static size_t backward_bytes(const TableRow& row, const AttnGradParams& p) {
+    if (row.stage == Stage::kSm80HeadsBackward) return 0;
     return kernel_of<Stage::kSm80Backward>(row).backward_bytes(p);
   }
   static void run_jvp(const TableRow& row, const JvpParams& p) { kernel_of<Stage::kSm80Jvp>(row).jvp(p); }

@@ -46,11 +46,11 @@ constexpr const char* kNames[] = {
 void run(const TableRow& row) { std::printf("run %s %d\n", kNames[int(row.stage)], row.row); }
 
 // Runs the first row of a stage that serves the call. For stages whose kernels run only some of these calls.
-template <Stage kStage>
+template <Stage kStage, bool kOnHopper = true>
 void run_if_served(const KernelCall& call) {
   int i = 0;
   for (const auto& row : RowsOf<kStage>::kTable) {
-    if (serves(row, call) && row.gpus != kOtherGpus) return run({kStage, i, call.type});
+    if (serves(row, call) && !(kOnHopper && row.gpus == kOtherGpus)) return run({kStage, i, call.type});
     ++i;
   }
 }
@@ -58,6 +58,8 @@ void run_if_served(const KernelCall& call) {
 int main() {
   for (const auto& row : kernel_table::kSm80Forward) print("kSm80Forward", row);
   for (const auto& row : kernel_table::kSm80Backward) print("kSm80Backward", row);
+  for (const auto& row : kernel_table::kSm80HeadsForward) print("kSm80HeadsForward", row);
+  for (const auto& row : kernel_table::kSm80HeadsBackward) print("kSm80HeadsBackward", row);
   for (const auto& row : kernel_table::kSm80Jvp) print("kSm80Jvp", row);
   for (const auto& row : kernel_table::kSm80Second) print("kSm80Second", row);
   for (const auto& row : kernel_table::kSm90Forward) print("kSm90Forward", row);
@@ -83,13 +85,15 @@ int main() {
           for (bool largest : {false, true}) {
             const KernelCall call{type, qk, v, options, largest};
             run(every.forward_row(call)), run(hopper.forward_row(call));
-            run_if_served<Stage::kSm90Packed>(call);  // others run the kernels of decode/
+            run_if_served<Stage::kSm90Packed>(call);        // others run the kernels of decode/
+            run_if_served<Stage::kSm80HeadsForward>(call);  // more keys run the rows above
             if (largest) continue;
             run(every.backward_row(call)), run(hopper.backward_row(call));
             const TableRow row = hopper.backward_row(call);
             std::printf("hopper %s %d\n", kNames[int(row.stage)], row.row);
             // Where query heads of a group add up.
             if (options == kPlain) run_if_served<Stage::kSm90Backward>({type, qk, v, kGroups});
+            run_if_served<Stage::kSm80HeadsBackward, false>(call);  // more keys or queries run the row above
             run_if_served<Stage::kSm90Heads>(call);     // others, and few or long sequences, run the row above
             run_if_served<Stage::kSm90Resident>(call);  // others run those of decode/ or of many queries
             if (qk > 256 || v > 256) continue;          // supports() refuses derivatives above

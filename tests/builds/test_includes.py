@@ -58,7 +58,7 @@ MAY_INCLUDE: dict[str, tuple[str, ...]] = {
     "cuda": (
         *(GROUND, "rules", "backend", "cuda/host", "cuda/passes", "cuda/table"),
         *(f"cuda/decode/{name}" for name in ("split", "few_rows", "prefill")),
-        *("cuda/sm80/shared", "cuda/sm90/shared", "cuda/sm90/fp8"),
+        *("cuda/sm80/shared", "cuda/sm80/whole_heads", "cuda/sm90/shared", "cuda/sm90/fp8"),
     ),
     # An architecture itself dispatches calls; of its folders none includes a sibling but shared.
     "cuda/sm80": ("cuda",),
@@ -66,6 +66,7 @@ MAY_INCLUDE: dict[str, tuple[str, ...]] = {
     "cuda/sm80/forward": SM80,
     "cuda/sm80/backward": SM80,
     "cuda/sm80/derivatives": SM80,
+    "cuda/sm80/whole_heads": SM80,
     "cuda/sm90": ("cuda", "cuda/sm90/fp8", "cuda/sm90/shared"),
     "cuda/sm90/shared": (GROUND, "rules", *CUDA),
     "cuda/sm90/fp8": (GROUND, "rules", *CUDA, "cuda/sm90/shared"),

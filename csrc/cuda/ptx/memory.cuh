@@ -57,6 +57,11 @@ __device__ __forceinline__ void cp_async_8(void* to, const void* from, bool vali
   const int bytes = valid ? 8 : 0;
   asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;\n" ::"r"(shared_address(to)), "l"(from), "r"(bytes));
 }
+// Starts copying 4 bytes; zeros when not valid.
+__device__ __forceinline__ void cp_async_4(void* to, const void* from, bool valid) {
+  const int bytes = valid ? 4 : 0;
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;\n" ::"r"(shared_address(to)), "l"(from), "r"(bytes));
+}
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;\n"); }
 // Waits until at most `kPending` of the newest groups are still in flight.
 template <int kPending>

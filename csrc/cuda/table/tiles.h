@@ -23,6 +23,23 @@ struct BackwardTile {
   constexpr bool exists() const { return warps > 0; }
 };
 
+// The kernels of whole heads (cuda/sm80/whole_heads/), whose thread blocks have as many warps as a call has rows.
+struct HeadsForwardTile {
+  int keys;    // of a step
+  int warps;   // of a thread block, at most
+  int blocks;  // of as many warps, resident on a multiprocessor; bounds the registers
+  constexpr bool exists() const { return keys > 0; }
+};
+
+struct HeadsBackwardTile {
+  int queries;  // of a tile, at most
+  int step;     // queries whose scores a warp holds at a time
+  int columns;  // of dq that a warp computes at a time
+  int warps;    // of a thread block, at most: each has 16 keys
+  int blocks;   // as above
+  constexpr bool exists() const { return queries > 0; }
+};
+
 }  // namespace flashattn_ext::sm80
 
 namespace flashattn_ext::sm90 {

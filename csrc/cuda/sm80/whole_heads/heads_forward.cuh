@@ -1,0 +1,217 @@
+// Forward of short sequences on every GPU since Ampere. All keys and values of a KV head lie in shared memory. A warp
+// owns 16 rows of queries, holds them and their scores in registers, and walks over the keys that they see without a
+// barrier: a thread block has two in all, when its keys and when its values have arrived. Thread blocks are small, so
+// that several of them are resident on a multiprocessor, and the copies of one overlap the products of others.
+//
+// Lengths cost their own rows: keys come in steps of the tile's keys, and at the end in smaller ones down to 16.
+#pragma once
+
+#include "cuda/host/launch.cuh"
+#include "cuda/ptx/grid.cuh"
+#include "cuda/score/score_policy.cuh"
+#include "cuda/score/scores.cuh"
+#include "cuda/sm80/whole_heads/head_rows.cuh"
+#include "cuda/sm80/whole_heads/plan.h"
+#include "cuda/table/kernel_table.h"
+#include "cuda/tile/products.cuh"
+#include "cuda/tile/store_row.cuh"
+
+namespace flashattn_ext::sm80 {
+
+template <class T, int kHeadDim, Options kOptions>
+struct HeadsForward {
+  using Core = TensorCore<T>;
+  using Tile = SwizzledTile<T, kHeadDim>;
+  using Rule = PlainScore<float, true>;
+  static constexpr HeadsForwardTile kTile = tile_of<kernel_table::kSm80HeadsForward, T, kHeadDim, kOptions>();
+  static constexpr int kKeys = kTile.keys;  // of a step
+  static constexpr int kSteps = kHeadDim / Core::kK, kOutTiles = kHeadDim / 8;
+  static_assert(kOptions == kPlain);
+
+  // The thread block's KV head and first unit.
+  struct Place {
+    int b, hk, first;
+  };
+  // The query head and the first row of a unit.
+  struct Unit {
+    int h, row;
+  };
+
+  const AttnParams& p;
+  const Rule& rule;
+  const HeadsForwardPlan& plan;
+  const typename Tile::Places places;
+  const int warp;
+  const Place at;
+  T *const k_tile, *const v_tile, *const q_tile;  // q_tile: of this warp
+  bool has_values = false;
+  typename Core::A queries[kSteps];
+  float out[1][kOutTiles][4];
+  OnlineSoftmax<false> softmax;
+
+  __device__ __forceinline__ HeadsForward(const AttnParams& p, const Rule& rule, const HeadsForwardPlan& plan,
+                                          T* shared)
+      : p(p),
+        rule(rule),
+        plan(plan),
+        warp(uniform(static_cast<int>(threadIdx.x) / 32)),
+        at(place()),
+        k_tile(shared),
+        v_tile(k_tile + plan.keys * Tile::kStride),
+        q_tile(v_tile + (plan.keys + warp * kRowStep) * Tile::kStride) {}
+
+  __device__ __forceinline__ Place place() const {
+    const unsigned head = blockIdx.x / static_cast<unsigned>(plan.parts), heads = static_cast<unsigned>(p.heads_k);
+    const int part = static_cast<int>(blockIdx.x) - static_cast<int>(head) * plan.parts;
+    return {static_cast<int>(head / heads), static_cast<int>(head % heads), part * plan.share};
+  }
+  __device__ __forceinline__ Unit unit(int number) const {
+    const int head = static_cast<int>(static_cast<unsigned>(number) / static_cast<unsigned>(plan.units));
+    return {at.hk * plan.group + head, (number - head * plan.units) * kRowStep};
+  }
+  __device__ __forceinline__ int end_of_units() const { return min(at.first + plan.share, plan.units * plan.group); }
+  __device__ __forceinline__ int length_q() const { return static_cast<int>(p.seqlen_q); }
+  __device__ __forceinline__ int length_k() const { return static_cast<int>(p.seqlen_k); }
+
+  __device__ __forceinline__ void run() {
+    load();
+    ptx::cp_async_wait<1>();
+    __syncthreads();
+#pragma unroll 1
+    for (int number = at.first + warp; number < end_of_units(); number += plan.warps) compute_unit(number);
+    await_values<0>();
+  }
+
+  // Starts copying keys and the queries of the first unit of each warp, and then values.
+  __device__ __forceinline__ void load() const {
+    const int padded = whole_steps(length_k());
+    load_queries(at.first + warp);
+    load_rows<Tile>(block_team(), k_tile, row_pointer<const T>(p.k, at.b, at.hk, 0), p.k.row_stride, length_k(), padded,
+                    static_cast<int>(p.head_dim));
+    ptx::cp_async_commit();
+    load_rows<Tile>(block_team(), v_tile, row_pointer<const T>(p.v, at.b, at.hk, 0), p.v.row_stride, length_k(), padded,
+                    static_cast<int>(p.head_dim_v));
+    ptx::cp_async_commit();
+  }
+  __device__ __forceinline__ void load_queries(int number) const {
+    if (number >= end_of_units()) return;
+    const auto [h, row] = unit(number);
+    load_rows<Tile>(warp_team(), q_tile, row_pointer<const T>(p.q, at.b, h, row), p.q.row_stride,
+                    min(kRowStep, length_q() - row), kRowStep, static_cast<int>(p.head_dim));
+  }
+  // Waits for the values before a warp's first product with them. Each warp of the block calls it, also one without
+  // rows or visible keys. kLater: groups of copies that this warp has started since.
+  template <int kLater>
+  __device__ __forceinline__ void await_values() {
+    if (has_values) return;
+    ptx::cp_async_wait<kLater>();
+    __syncthreads();
+    has_values = true;
+  }
+
+  // The queries of the warp's next unit are copied during this one.
+  __device__ __forceinline__ void compute_unit(int number) {
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      queries[step] = Tile::load_a(q_tile, Tile::moved(places.a, step * Core::kK));
+    }
+    __syncwarp();
+    load_queries(number + plan.warps);
+    ptx::cp_async_commit();
+    compute(unit(number));
+    ptx::cp_async_wait<0>();
+    __syncwarp();
+  }
+
+  // Registers are scarce, so what a step needs beside its tiles is computed where it is used.
+  __device__ __forceinline__ UnplacedMask32 mask() const { return UnplacedMask32(p, p.seqlen_q, p.seqlen_k); }
+  __device__ __forceinline__ Limits visible_keys(const Unit& unit) const {
+    const int row = ptx::opaque(unit.row);
+    return mask().keys_of(row, min(row + kRowStep, length_q()));
+  }
+  __device__ __forceinline__ int end_of_keys(const Unit& unit) const { return whole_steps(visible_keys(unit).end); }
+
+  __device__ __forceinline__ void compute(const Unit& unit) {
+    set_zero(out[0]);
+    softmax.start(head_sink(p, unit.h));
+    int key = visible_keys(unit).begin / kRowStep * kRowStep;
+#pragma unroll 1
+    for (; key + kKeys <= end_of_keys(unit); key += kKeys) step<kKeys>(unit, key);
+    take_step<64>(unit, key);
+    take_step<32>(unit, key);
+    take_step<16>(unit, key);
+    store(unit);
+  }
+  // A step with fewer keys than the others, if as many are left.
+  template <int kCount>
+  __device__ __forceinline__ void take_step(const Unit& unit, int& key) {
+    if constexpr (kCount < kKeys) {
+      if (key + kCount > end_of_keys(unit)) return;
+      step<kCount>(unit, key);
+      key += kCount;
+    }
+  }
+
+  template <int kCount>
+  __device__ __forceinline__ void step(const Unit& unit, int key) {
+    float x[1][kCount / 8][4];
+    const T* const keys = k_tile + key * Tile::kStride;
+    score_product<T, kHeadDim>(
+        x, [&](int, int d) { return queries[d / Core::kK]; },
+        [&](typename Core::B(&pair)[2], int n, int d) {
+          Tile::load_b(pair, keys + n * 8 * Tile::kStride, Tile::moved(places.b, d));
+        });
+    store_scores(x, rule);
+    const int row = ptx::opaque(unit.row);
+    const Limits full = mask().keys_of_all(row, min(row + kRowStep, length_q()));
+    if (key < full.begin || key + kCount > full.end) hide_keys<true, true>(x, mask(), row + g(), key + 2 * t());
+    // The sink is the first maximum; weights near 1 are to be exact beside it.
+    const float tolerance = sink_counts(head_sink(p, unit.h)) ? 0.f : kTolerance;
+    softmax.weigh(x[0], stored_rule(rule), tolerance, [&](const float (&shrink)[2]) { rescale(out[0], shrink); });
+    typename Core::A weights[kCount / Core::kK];
+#pragma unroll
+    for (int k = 0; k < kCount / Core::kK; ++k) weights[k] = Core::from_accumulators(x[0], k);
+    await_values<1>();
+    accumulate<Tile, kCount / Core::kK>(
+        out, places, [&](int, int k) { return weights[k]; }, v_tile + key * Tile::kStride, 0);
+  }
+
+  __device__ __forceinline__ void store(const Unit& unit) const {
+    const int row = unit.row + g();
+    const bool exist[2] = {row < length_q(), row + 8 < length_q()};
+    float totals[2], factors[2];
+    bool empty[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      totals[r] = softmax.total(r);
+      empty[r] = totals[r] == 0;
+      factors[r] = ptx::rcp(totals[r]);
+    }
+    const int b = ptx::opaque(static_cast<int>(blockIdx.x)) / (plan.parts * static_cast<int>(p.heads_k));
+    softmax.write(p, b, unit.h, row, totals, exist);
+    store_rows(row_pointer<T>(p.out, b, unit.h, row), 8 * p.out.row_stride, out[0], factors, empty, exist,
+               static_cast<int>(p.head_dim_v));
+  }
+};
+
+template <class T, int kHeadDim, Options kOptions>
+__global__ void __launch_bounds__(HeadsForward<T, kHeadDim, kOptions>::kTile.warps * 32,
+                                  HeadsForward<T, kHeadDim, kOptions>::kTile.blocks)
+    heads_forward_kernel(const __grid_constant__ AttnParams p, const __grid_constant__ PlainScore<float, true> rule,
+                         const __grid_constant__ HeadsForwardPlan plan) {
+  extern __shared__ __align__(128) unsigned char shared[];
+  ptx::wait_for_previous_kernel();
+  ptx::let_next_kernel_start();
+  HeadsForward<T, kHeadDim, kOptions>(p, rule, plan, reinterpret_cast<T*>(shared)).run();
+}
+
+template <class T, int kHeadDim, Options kOptions>
+void heads_forward(const AttnParams& p) {
+  using Kernel = HeadsForward<T, kHeadDim, kOptions>;
+  const HeadsForwardPlan plan = HeadsForwardPlan::of(p, Kernel::kTile, multiprocessors());
+  constexpr const char* kName = "forward of heads";
+  launch_early(heads_forward_kernel<T, kHeadDim, kOptions>, kName, p, row_of_blocks(plan.blocks(p), kName, p),
+               plan.warps * 32, static_cast<int>(plan.shared_bytes(kHeadDim)), p, Kernel::Rule::of(p), plan);
+}
+
+}  // namespace flashattn_ext::sm80

@@ -1,0 +1,77 @@
+// How the kernels of whole heads divide a call: warps and thread blocks, and the shared memory that they need. Host
+// code, which choose.h reads too.
+#pragma once
+
+#include <algorithm>
+
+#include "cuda/host/call.h"
+#include "cuda/table/tiles.h"
+#include "params.h"
+
+namespace flashattn_ext::sm80 {
+
+// Rows come in the height of an operand of mma.sync.
+constexpr int kRowStep = 16;
+FLASHATTN_HOST_DEVICE constexpr int whole_steps(int rows) { return (rows + kRowStep - 1) / kRowStep * kRowStep; }
+
+// A unit is 16 rows of a query head, those of one warp. The units of a KV head are those of all its query heads, and a
+// thread block has `share` of them. Thread blocks are numbered in the order of KV heads.
+struct HeadsForwardPlan {
+  int parts;  // thread blocks of a KV head
+  int share;  // units of a thread block
+  int units;  // of a query head
+  int group;  // query heads of a KV head
+  int keys;   // rows of a tile of keys in shared memory
+  int warps;  // of a thread block
+
+  // Warps have two units each or, of longer sequences, three or four, so that the copies of one thread block overlap
+  // the products of others. A warp with one unit is faster where a multiprocessor has few. Thread blocks of long
+  // sequences have 16 units.
+  static HeadsForwardPlan of(const AttnParams& p, const HeadsForwardTile& tile, int multiprocessors) {
+    constexpr int kFewUnits = 16, kPairs = 8, kThrees = 24, kLongBlock = 16;
+    const int units = static_cast<int>(tile_count(p.seqlen_q, kRowStep)), group = static_cast<int>(p.group_size());
+    const int all = units * group;
+    const auto warps_of = [&](int rounds) { return (all + rounds - 1) / rounds; };
+    int rounds = 4, warps = kLongBlock / rounds;
+    if (p.batch * p.heads_k * all <= kFewUnits * multiprocessors) {
+      rounds = 1, warps = all;
+    } else if (all <= kPairs) {
+      rounds = 2, warps = warps_of(2);
+    } else if (all <= kThrees) {
+      rounds = 4 * warps_of(4) < 3 * warps_of(3) ? 4 : 3;  // the one with fewer idle warps
+      warps = warps_of(rounds);
+    }
+    warps = std::min(warps, tile.warps);
+    const int parts = static_cast<int>(tile_count(all, warps * rounds));
+    return {parts, (all + parts - 1) / parts, units, group, whole_steps(static_cast<int>(p.seqlen_k)), warps};
+  }
+  int64_t blocks(const AttnParams& p) const { return p.batch * p.heads_k * parts; }
+  // columns: the class of head dims, of 16-bit elements.
+  int64_t shared_bytes(int columns) const { return int64_t{2 * keys + warps * kRowStep} * columns * 2; }
+};
+
+// A thread block has a KV head, and a warp for every 16 keys.
+struct HeadsBackwardPlan {
+  int keys;    // rows of a tile of keys in shared memory
+  int rows;    // of a tile of queries
+  int tiles;   // of queries, of a query head
+  int group;   // query heads of a KV head
+  int stages;  // of tiles of queries in shared memory, 1 or 2
+
+  static HeadsBackwardPlan of(const AttnParams& p, const HeadsBackwardTile& tile) {
+    const int tiles = static_cast<int>(tile_count(p.seqlen_q, tile.queries)), group = static_cast<int>(p.group_size());
+    const int rows = static_cast<int>(tile_count(std::min<int64_t>(p.seqlen_q, tile.queries), tile.step)) * tile.step;
+    const int keys = std::max(kRowStep, whole_steps(static_cast<int>(p.seqlen_k)));
+    return {keys, rows, tiles, group, tiles * group > 1 ? 2 : 1};
+  }
+  FLASHATTN_HOST_DEVICE int warps() const { return keys / kRowStep; }
+  // Elements from one key to the next in the tile of dS, whose rows are padded by 16 bytes.
+  FLASHATTN_HOST_DEVICE int score_stride() const { return rows + 8; }
+  // A tile of queries: rows of q, dout and out, and their lse and delta.
+  FLASHATTN_HOST_DEVICE int stage_bytes(int columns) const { return rows * (3 * columns * 2 + 2 * 4); }
+  int64_t shared_bytes(int columns) const {
+    return int64_t{keys} * (2 * columns + score_stride()) * 2 + int64_t{stages} * stage_bytes(columns);
+  }
+};
+
+}  // namespace flashattn_ext::sm80

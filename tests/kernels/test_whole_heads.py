@@ -1,0 +1,89 @@
+"""Short sequences: kernels that hold all keys of a head, at the lengths around their steps and where they end."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import Case, assert_same_bits, check, make_inputs
+
+import flashattn_ext
+
+pytestmark = [
+    pytest.mark.usefixtures("deterministic"),
+    pytest.mark.no_emulator,
+    pytest.mark.dtypes("float16", "bfloat16"),
+]
+
+LENGTHS = [1, 15, 16, 17, 48, 49, 64, 77, 96, 97, 128, 197, 208, 209, 256, 257]
+# Options that the kernels have, and some with which a call runs others.
+OPTIONS: dict[str, dict[str, object]] = {
+    "causal": {"causal": True},
+    "window": {"window_size": (20, 5)},
+    "negative scale": {"softmax_scale": -0.3, "causal": True},
+    "large scale": {"softmax_scale": 30.0},
+    "smooth": {"smooth_softmax": True, "use_lse": True},
+    "sink": {"sink_dtype": torch.float32, "use_lse": True},
+    "constant sink": {"sink_dtype": torch.float32, "needs_grad": ("q", "k", "v")},
+    "max logits": {"max_logits": True},
+}
+
+
+@pytest.mark.parametrize("D", [32, 64])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_lengths(device: str, dtype: torch.dtype, length: int, D: int) -> None:
+    check(Case(dtype=dtype, B=2, Sq=length, Sk=length, Hq=3, Hk=3, D=D, Dv=D, use_lse=True), device)
+
+
+@pytest.mark.parametrize("sizes", [(1, 50), (33, 100), (150, 77), (256, 31), (300, 64), (70, 0), (0, 20)], ids=str)
+@pytest.mark.parametrize("heads", [(2, 2), (6, 2), (4, 1)], ids=str)
+def test_other_lengths_and_groups(
+    device: str, dtype: torch.dtype, heads: tuple[int, int], sizes: tuple[int, int]
+) -> None:
+    """Several query tiles of a KV head, several query heads of one, and rows or keys that do not exist."""
+    (Hq, Hk), (Sq, Sk) = heads, sizes
+    for causal in (False, True):
+        check(Case(dtype=dtype, B=2, Sq=Sq, Sk=Sk, Hq=Hq, Hk=Hk, D=64, Dv=64, causal=causal, use_lse=True), device)
+
+
+@pytest.mark.parametrize("D,Dv", [(8, 8), (5, 32), (24, 40), (64, 48), (100, 128), (128, 128)])
+@pytest.mark.parametrize("views", ["plain", "transposed", "packed", "padded", "offset", "expanded"])
+def test_head_dims_and_views(device: str, dtype: torch.dtype, views: str, D: int, Dv: int) -> None:
+    """Columns that are less than those of the class, and rows that are not next to each other or not aligned."""
+    check(Case(dtype=dtype, B=2, Sq=50, Sk=60, Hq=2, Hk=2, D=D, Dv=Dv, causal=True, views=(views,) * 3), device)
+
+
+@pytest.mark.parametrize("option", [*OPTIONS])
+@pytest.mark.parametrize("D,length", [(32, 128), (64, 90), (128, 60)])
+def test_options(device: str, dtype: torch.dtype, D: int, length: int, option: str) -> None:
+    case = Case(dtype=dtype, B=2, Sq=length, Sk=length, Hq=4, Hk=2, D=D, Dv=D, **OPTIONS[option])  # type: ignore[arg-type]
+    check(case, device)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_gradients_have_the_same_bits_in_every_call(device: str, dtype: torch.dtype, causal: bool) -> None:
+    """Also without `deterministic`, of which the kernels need nothing, and for a head whatever heads are beside it."""
+    inputs = make_inputs(Case(dtype=dtype, B=3, Sq=90, Sk=90, Hq=4, Hk=4, D=64, Dv=64), device)
+    q, k, v = inputs.q, inputs.k, inputs.v
+
+    def gradients(batch: slice, deterministic: bool) -> list[torch.Tensor]:
+        leaves = [t[batch].detach().requires_grad_() for t in (q, k, v)]
+        out = flashattn_ext.forward(*leaves, causal=causal, deterministic=deterministic)
+        return [out, *torch.autograd.grad(out, leaves, out.detach())]
+
+    first = gradients(slice(None), False)
+    assert all(t.isfinite().all() and t.abs().max() > 0 for t in first)
+    if device == "cuda":
+        assert_same_bits(gradients(slice(None), False), first)
+    assert_same_bits(gradients(slice(None), True), gradients(slice(None), True))
+    assert_same_bits(gradients(slice(1, 2), True), [t[1:2] for t in gradients(slice(None), True)])
+
+
+@pytest.mark.parametrize("D", [32, 64])
+def test_a_key_that_is_not_finite_reaches_the_rows_that_see_it_alone(device: str, dtype: torch.dtype, D: int) -> None:
+    """Rows before the first 16 keys that hold it, in a causal call, and other heads."""
+    inputs = make_inputs(Case(dtype=dtype, B=2, Sq=100, Sk=100, Hq=2, Hk=2, D=D, Dv=D), device)
+    q, k, v = (t.detach().clone() for t in (inputs.q, inputs.k, inputs.v))
+    k[0, 80, 0] = torch.nan
+    out = flashattn_ext.forward(q, k, v, causal=True)
+    assert out[0, 80:, 0].isnan().all()
+    assert out[0, :64].isfinite().all() and out[:, :, 1].isfinite().all() and out[1].isfinite().all()
