@@ -388,10 +388,10 @@ class Chooser {
     return keys <= 208 && queries <= 256;
   }
 
-  // Dense calls without options. The kernels track no largest logit.
+  // Dense calls, unless they are to have the bits of packed ones (docs/deterministic.md).
   static bool runs_in_whole_heads(const AttnParams& p, const KernelCall& call) {
     constexpr int64_t kMostQueries = 1 << 20;  // units of rows are numbered in 32 bits
-    return !p.is_varlen() && !call.is_invariant && !call.wants_largest && p.batch * p.heads_q > 0 && p.seqlen_q > 0 &&
+    return !p.is_varlen() && !call.is_invariant && !p.deterministic && p.batch * p.heads_q > 0 && p.seqlen_q > 0 &&
            p.seqlen_q <= kMostQueries;
   }
   // Whether the GPU has the shared memory and the grid for a plan.
@@ -400,7 +400,7 @@ class Chooser {
   }
   TableRow heads_forward_row(const AttnParams& p, const KernelCall& call) const {
     const TableRow row = first<Stage::kSm80HeadsForward>(call);
-    if (!row || !runs_in_whole_heads(p, call)) return {};
+    if (!row || !runs_in_whole_heads(p, call) || p.has_sink) return {};
     const auto& kernel = table_row<Stage::kSm80HeadsForward>(row);
     const int columns = kernel.head_dims.qk;
     if (!prefers_whole_heads(p, columns)) return {};

@@ -82,6 +82,7 @@ CALLS = {
     # Short sequences, in whole heads: up to as many keys as they are faster with, and as shared memory holds.
     "forward B=256 Hk=16 Sq=49 Sk=49 D=64": "tiles kSm80HeadsForward aligned 0",
     "forward B=256 Hk=16 Sq=49 Sk=49 D=64 sm80=1": "tiles kSm80HeadsForward aligned 0",
+    "forward B=256 Hk=16 Sq=49 Sk=49 D=64 deterministic=1": "tiles kSm90Forward aligned 0",
     "forward Sq=128 Sk=128 D=64": "tiles kSm90Forward aligned 0",
     "forward Sq=128 Sk=128 D=64 causal=1": "tiles kSm80HeadsForward aligned 0",
     "forward Sq=197 Sk=197 D=64": "tiles kSm80HeadsForward aligned 0",
@@ -134,7 +135,7 @@ CALLS = {
     "backward B=33 Hk=4 Sq=512 Sk=512 causal=1 deterministic=1": "tiles kSm90Backward aligned 0",
     "backward B=34 Hk=4 Sq=512 Sk=512 causal=1": "tiles kSm90Backward aligned 0",
     "backward B=256 Hk=16 Sq=49 Sk=49 D=64": "tiles kSm80HeadsBackward aligned 0",
-    "backward B=256 Hk=16 Sq=49 Sk=49 D=64 deterministic=1": "tiles kSm80HeadsBackward aligned 0",
+    "backward B=256 Hk=16 Sq=49 Sk=49 D=64 deterministic=1": "tiles kSm90Backward aligned 0",
     "backward Sq=80 Sk=80 D=64": "tiles kSm80HeadsBackward aligned 0",
     "backward Sq=81 Sk=81 D=64": "tiles kSm90Backward aligned 0",
     "backward Sq=129 Sk=77 D=64": "tiles kSm90Backward aligned 0",

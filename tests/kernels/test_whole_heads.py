@@ -8,11 +8,7 @@ from helpers import Case, assert_same_bits, check, make_inputs
 
 import flashattn_ext
 
-pytestmark = [
-    pytest.mark.usefixtures("deterministic"),
-    pytest.mark.no_emulator,
-    pytest.mark.dtypes("float16", "bfloat16"),
-]
+pytestmark = [pytest.mark.no_emulator, pytest.mark.dtypes("float16", "bfloat16")]
 
 LENGTHS = [1, 15, 16, 17, 48, 49, 64, 77, 96, 97, 128, 197, 208, 209, 256, 257]
 # Options that the kernels have, and some with which a call runs others.
@@ -25,7 +21,24 @@ OPTIONS: dict[str, dict[str, object]] = {
     "sink": {"sink_dtype": torch.float32, "use_lse": True},
     "constant sink": {"sink_dtype": torch.float32, "needs_grad": ("q", "k", "v")},
     "max logits": {"max_logits": True},
+    "softcap": {"softcap": 3.0, "causal": True},
+    "slopes": {"alibi": "batch", "needs_grad": ("q", "k", "v")},
+    "slopes with gradient": {"alibi": "heads"},
+    "relative": {"relative": 20, "needs_grad": ("q", "k", "v"), "causal": True},
+    "dropout": {"dropout_p": 0.3, "rng_seed": 3, "window_size": (40, 7)},
+    "origin": {"origin": (1, 2, 30, 10), "causal": True, "dropout_p": 0.2, "rng_seed": 5},
+    "mask": {"mask": "documents"},
 }
+BIASES: dict[str, dict[str, object]] = {
+    "dense": {"bias": "bhq"},
+    "of heads": {"bias": "hq"},
+    "of batch": {"bias": "bq"},
+    "of keys": {"bias": "b"},
+    "fp32": {"bias": "bhq", "bias_dtype": torch.float32},
+    "hides": {"bias": "hq", "bias_hides": 0.3, "causal": True},
+    "with all": {"bias": "bhq", "softcap": 5.0, "dropout_p": 0.2, "rng_seed": 1, "sink_dtype": torch.float32,
+                 "needs_grad": ("q", "k", "v", "bias")},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("D", [32, 64])
@@ -59,23 +72,30 @@ def test_options(device: str, dtype: torch.dtype, D: int, length: int, option: s
     check(case, device)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_gradients_have_the_same_bits_in_every_call(device: str, dtype: torch.dtype, causal: bool) -> None:
-    """Also without `deterministic`, of which the kernels need nothing, and for a head whatever heads are beside it."""
-    inputs = make_inputs(Case(dtype=dtype, B=3, Sq=90, Sk=90, Hq=4, Hk=4, D=64, Dv=64), device)
-    q, k, v = inputs.q, inputs.k, inputs.v
+@pytest.mark.parametrize("bias", [*BIASES])
+@pytest.mark.parametrize("length", [49, 64, 100, 128, 200])
+@pytest.mark.parametrize("D", [32, 64])
+def test_biases(device: str, dtype: torch.dtype, D: int, length: int, bias: str) -> None:
+    """A bias of windows or of pairs, whose rows may have any alignment, with its gradient."""
+    case = Case(dtype=dtype, B=2, Sq=length, Sk=length, Hq=4, Hk=4, D=D, Dv=D, **BIASES[bias])  # type: ignore[arg-type]
+    check(case, device)
 
-    def gradients(batch: slice, deterministic: bool) -> list[torch.Tensor]:
-        leaves = [t[batch].detach().requires_grad_() for t in (q, k, v)]
-        out = flashattn_ext.forward(*leaves, causal=causal, deterministic=deterministic)
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_bits_repeat(device: str, dtype: torch.dtype, causal: bool) -> None:
+    """In every run, also without `deterministic`, and for a sequence whatever others are beside it."""
+    inputs = make_inputs(Case(dtype=dtype, B=3, Sq=70, Sk=70, Hq=4, Hk=4, D=64, Dv=64), device)
+
+    def results(batch: slice) -> list[torch.Tensor]:
+        leaves = [t[batch].detach().requires_grad_() for t in (inputs.q, inputs.k, inputs.v)]
+        out = flashattn_ext.forward(*leaves, causal=causal)
         return [out, *torch.autograd.grad(out, leaves, out.detach())]
 
-    first = gradients(slice(None), False)
+    first = results(slice(None))
     assert all(t.isfinite().all() and t.abs().max() > 0 for t in first)
-    if device == "cuda":
-        assert_same_bits(gradients(slice(None), False), first)
-    assert_same_bits(gradients(slice(None), True), gradients(slice(None), True))
-    assert_same_bits(gradients(slice(1, 2), True), [t[1:2] for t in gradients(slice(None), True)])
+    for batch in (slice(None), slice(1, 2)):
+        for again, before in zip(results(batch), first, strict=True):
+            assert_same_bits(again, before[batch])
 
 
 @pytest.mark.parametrize("D", [32, 64])

@@ -168,7 +168,7 @@ inline constexpr KernelRow<sm80::HeadsForwardTile> kSm80HeadsForward[] = {
     // 256x49, 16 heads: 38.9, and 64x197, 12 heads: 49.2; 32 keys in 5 blocks of 4 warps: 38.2 and 57.9
     {k16Bit, 64,  kPlain, kEveryGpu, 0, {{64, 8, 2}}},
     // 128x64, 16 heads: 37.9; 32 keys: 39.1
-    {k16Bit, 128, kPlain, kEveryGpu, 8, {{64, 4, 3}}},
+    {k16Bit, 128, kPlain, kEveryGpu, 0, {{64, 4, 3}}},
 };
 
 // Tiles: {queries of a tile at most, queries of a step, columns of dq of a warp, warps at most, thread blocks of as many

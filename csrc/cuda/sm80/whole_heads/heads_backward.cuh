@@ -271,7 +271,6 @@ __global__ void __launch_bounds__(HeadsBackward<T, kHeadDim, kOptions>::kTile.wa
                           const __grid_constant__ HeadsBackwardPlan plan) {
   extern __shared__ __align__(128) unsigned char shared[];
   ptx::wait_for_previous_kernel();
-  ptx::let_next_kernel_start();
   HeadsBackward<T, kHeadDim, kOptions>(p, rule, plan, reinterpret_cast<T*>(shared)).run();
 }
 

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "cuda/host/launch.cuh"
+#include "cuda/ptx/barrier.cuh"
 #include "cuda/ptx/grid.cuh"
 #include "cuda/score/score_policy.cuh"
 #include "cuda/score/scores.cuh"
@@ -100,12 +101,14 @@ struct HeadsForward {
                     min(kRowStep, length_q() - row), kRowStep, static_cast<int>(p.head_dim));
   }
   // Waits for the values before a warp's first product with them. Each warp of the block calls it, also one without
-  // rows or visible keys. kLater: groups of copies that this warp has started since.
+  // rows or visible keys, and where it does differs: therefore a barrier with a number of threads. kLater: groups of
+  // copies that this warp has started since.
   template <int kLater>
   __device__ __forceinline__ void await_values() {
     if (has_values) return;
+    constexpr int kValues = 1;
     ptx::cp_async_wait<kLater>();
-    __syncthreads();
+    ptx::named_barrier_sync(kValues, 32 * plan.warps);
     has_values = true;
   }
 
@@ -133,7 +136,7 @@ struct HeadsForward {
 
   __device__ __forceinline__ void compute(const Unit& unit) {
     set_zero(out[0]);
-    softmax.start(head_sink(p, unit.h));
+    softmax.start(-infinity());
     int key = visible_keys(unit).begin / kRowStep * kRowStep;
 #pragma unroll 1
     for (; key + kKeys <= end_of_keys(unit); key += kKeys) step<kKeys>(unit, key);
@@ -165,9 +168,8 @@ struct HeadsForward {
     const int row = ptx::opaque(unit.row);
     const Limits full = mask().keys_of_all(row, min(row + kRowStep, length_q()));
     if (key < full.begin || key + kCount > full.end) hide_keys<true, true>(x, mask(), row + g(), key + 2 * t());
-    // The sink is the first maximum; weights near 1 are to be exact beside it.
-    const float tolerance = sink_counts(head_sink(p, unit.h)) ? 0.f : kTolerance;
-    softmax.weigh(x[0], stored_rule(rule), tolerance, [&](const float (&shrink)[2]) { rescale(out[0], shrink); });
+    // Without tolerance the maximum is the largest logit, for which no register is left.
+    softmax.weigh(x[0], stored_rule(rule), 0.f, [&](const float (&shrink)[2]) { rescale(out[0], shrink); });
     typename Core::A weights[kCount / Core::kK];
 #pragma unroll
     for (int k = 0; k < kCount / Core::kK; ++k) weights[k] = Core::from_accumulators(x[0], k);
@@ -189,6 +191,10 @@ struct HeadsForward {
     }
     const int b = ptx::opaque(static_cast<int>(blockIdx.x)) / (plan.parts * static_cast<int>(p.heads_k));
     softmax.write(p, b, unit.h, row, totals, exist);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      if (p.row_maxima.data && t() == r && exist[r]) write_largest(p, b, unit.h, row + 8 * r, softmax.max[r]);
+    }
     store_rows(row_pointer<T>(p.out, b, unit.h, row), 8 * p.out.row_stride, out[0], factors, empty, exist,
                static_cast<int>(p.head_dim_v));
   }
@@ -201,7 +207,6 @@ __global__ void __launch_bounds__(HeadsForward<T, kHeadDim, kOptions>::kTile.war
                          const __grid_constant__ HeadsForwardPlan plan) {
   extern __shared__ __align__(128) unsigned char shared[];
   ptx::wait_for_previous_kernel();
-  ptx::let_next_kernel_start();
   HeadsForward<T, kHeadDim, kOptions>(p, rule, plan, reinterpret_cast<T*>(shared)).run();
 }
 
