@@ -22,6 +22,7 @@ SUFFIXES = {
     "kGroups": "",
     "kDropout": "",
     "kIntervals": "_masks",
+    "kUnmasked": "_options",
     "kGeneral": "_general",
     "kScores": "_scores",
     "kBias": "_bias",

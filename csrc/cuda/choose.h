@@ -388,34 +388,30 @@ class Chooser {
     return keys <= 208 && queries <= 256;
   }
 
-  // Dense calls, unless they are to have the bits of packed ones (docs/deterministic.md).
-  static bool runs_in_whole_heads(const AttnParams& p, const KernelCall& call) {
-    constexpr int64_t kMostQueries = 1 << 20;  // units of rows are numbered in 32 bits
-    return !p.is_varlen() && !call.is_invariant && !p.deterministic && p.batch * p.heads_q > 0 && p.seqlen_q > 0 &&
-           p.seqlen_q <= kMostQueries;
-  }
   // Whether the GPU has the shared memory and the grid for a plan.
   bool has_room(int64_t shared_bytes, int64_t blocks) const {
     return shared_bytes <= gpu_.block_shared && blocks <= std::numeric_limits<int32_t>::max();
   }
-  TableRow heads_forward_row(const AttnParams& p, const KernelCall& call) const {
+  TableRow heads_forward_row(const AttnParams& p, KernelCall call) const {
+    if (p.has_sink) call.options = call.options | kUnmasked;  // plain kernels have none
     const TableRow row = first<Stage::kSm80HeadsForward>(call);
-    if (!row || !runs_in_whole_heads(p, call) || p.has_sink) return {};
+    if (!row || call.is_invariant || !sm80::runs_in_whole_heads(p)) return {};
     const auto& kernel = table_row<Stage::kSm80HeadsForward>(row);
     const int columns = kernel.head_dims.qk;
     if (!prefers_whole_heads(p, columns)) return {};
     const auto plan = sm80::HeadsForwardPlan::of(p, compiled_tile(kernel.tiles), gpu_.multiprocessors);
     return has_room(plan.shared_bytes(columns), plan.blocks(p)) ? row : TableRow{};
   }
-  // The kernels read whole vectors of `out`, and form no gradient of a sink.
   TableRow heads_backward_row(const AttnGradParams& p, const KernelCall& call) const {
     const TableRow row = first<Stage::kSm80HeadsBackward>(call);
-    if (!row || !runs_in_whole_heads(p, call) || p.dsink) return {};
+    if (!row || !sm80::runs_in_whole_heads(p)) return {};
     const auto& kernel = table_row<Stage::kSm80HeadsBackward>(row);
+    const sm80::HeadsBackwardTile tile = compiled_tile(kernel.tiles);
     const int columns = kernel.head_dims.qk;
-    if (!prefers_whole_heads_backward(p, columns) || !rows_are_aligned(p.out, p.head_dim_v, 2)) return {};
-    const auto plan = sm80::HeadsBackwardPlan::of(p, compiled_tile(kernel.tiles));
-    return has_room(plan.shared_bytes(columns), p.batch * p.heads_k) ? row : TableRow{};
+    if (!prefers_whole_heads_backward(p, columns)) return {};
+    const auto plan = sm80::HeadsBackwardPlan::of(p, tile);
+    const bool fits = plan.warps() <= tile.warps && has_room(plan.shared_bytes(columns), p.batch * p.heads_k);
+    return fits ? row : TableRow{};
   }
 
   // --- values in e4m3 ------------------------------------------------------------------------------------------------

@@ -97,6 +97,7 @@ CALLS = {
     "forward Sq=64 Sk=64 D=129": "tiles kSm90Forward aligned 0",
     "forward Sq=64 Sk=64 mask=1": "tiles kSm90Forward aligned 0",
     "forward Sq=64 Sk=64 softcap=30": "tiles kSm90Forward aligned 0",
+    "forward Sq=64 Sk=64 softcap=30 D=64": "tiles kSm80HeadsForward aligned 0",
     "forward Sq=64 Sk=64 invariant=1": "tiles kSm90Invariant aligned 0",
     "forward Sq=64 Sk=64 type=fp32": "tiles kSm80Forward aligned 0",
     "forward Sq=256 Sk=256 D=64 sm80=1 shared=48": "tiles kSm80Forward aligned 0",

@@ -169,6 +169,9 @@ inline constexpr KernelRow<sm80::HeadsForwardTile> kSm80HeadsForward[] = {
     {k16Bit, 64,  kPlain, kEveryGpu, 0, {{64, 8, 2}}},
     // 128x64, 16 heads: 37.9; 32 keys: 39.1
     {k16Bit, 128, kPlain, kEveryGpu, 0, {{64, 4, 3}}},
+    // no figures of other tiles:
+    {k16Bit, 32,  kUnmasked, kEveryGpu, kMaySpill, {{32, 8, 2}}},
+    {k16Bit, 64,  kUnmasked, kEveryGpu, kMaySpill, {{32, 4, 3}}},
 };
 
 // Tiles: {queries of a tile at most, queries of a step, columns of dq of a warp, warps at most, thread blocks of as many
@@ -180,6 +183,9 @@ inline constexpr KernelRow<sm80::HeadsBackwardTile> kSm80HeadsBackward[] = {
     {k16Bit, 64,  kPlain, kEveryGpu,  0, {{64, 32, 32, 16, 1}}},
     // 128x64, 16 heads: 111.6, where reads and writes take 67 at 4 TB/s; no figures of other tiles
     {k16Bit, 128, kPlain, kOtherGpus, 0, {{64, 32, 64, 8, 1}}},
+    // no figures of other tiles:
+    {k16Bit, 32,  kUnmasked, kEveryGpu, kMaySpill, {{64, 16, 32, 8, 1}}},
+    {k16Bit, 64,  kUnmasked, kEveryGpu, kMaySpill, {{64, 16, 32, 8, 1}}},
 };
 
 // Tiles: {warpgroups, keys, stages of keys and values[, order]}. With dropout, keys are a multiple of 64, for which the generator

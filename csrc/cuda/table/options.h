@@ -14,6 +14,7 @@ enum Options : unsigned {
   kScores = 4,     // softcap, ALiBi or a relative bias
   kBias = 8,       // a bias of any shape in the inputs' 16 bits, whose tiles TMA can copy
   kRare = 16,      // any other bias, gradients of biases that few kernels can form, an origin that places rows
+  kUnmasked = 29,  // all but a Mask
   kGeneral = 31,   // all of them
   kGroups = 64,    // in a backward the query heads of a group add up their dk and dv. Kernels run these calls alone
   kFp8 = 32,  // inputs that were fp8: descales, and an out of another dtype. Kernels run either these calls or others

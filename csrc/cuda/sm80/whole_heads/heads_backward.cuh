@@ -6,10 +6,8 @@
 
 #include "cuda/host/launch.cuh"
 #include "cuda/ptx/grid.cuh"
-#include "cuda/score/large_rows.cuh"
-#include "cuda/score/scores.cuh"
-#include "cuda/sm80/shared/dropout_policy.cuh"
 #include "cuda/sm80/whole_heads/head_rows.cuh"
+#include "cuda/sm80/whole_heads/heads_policies.cuh"
 #include "cuda/sm80/whole_heads/plan.h"
 #include "cuda/table/kernel_table.h"
 #include "cuda/tile/products.cuh"
@@ -21,22 +19,25 @@ template <class T, int kHeadDim, Options kOptions>
 struct HeadsBackward {
   using Core = TensorCore<T>;
   using Tile = SwizzledTile<T, kHeadDim>;
-  using Rule = PlainScore<float, false>;
-  using Dropping = NoDropout::Columns<1>;
+  using Element = T;
+  using Gradients = typename HeadsPolicies<kOptions>::Gradients;
+  using Rule = typename Gradients::Rule;
+  using Mask = typename HeadsPolicies<kOptions>::Mask;
   static constexpr HeadsBackwardTile kTile = tile_of<kernel_table::kSm80HeadsBackward, T, kHeadDim, kOptions>();
   static constexpr int kQueries = kTile.queries, kStep = kTile.step, kOutTiles = kHeadDim / 8;
   static constexpr int kQueryColumns = kTile.columns, kColumnParts = kHeadDim / kQueryColumns;
   using Scores = float[1][kStep / 8][4];
-  static_assert(kOptions == kPlain && kQueries % kStep == 0 && kStep % 16 == 0 && kHeadDim % kQueryColumns == 0);
+  static_assert(kQueries % kStep == 0 && kStep % 16 == 0 && kHeadDim % kQueryColumns == 0);
 
   // A tile of queries: its head, its first row and how many rows it has.
   struct QueryTile {
     int h, row, rows;
   };
-  // Its rows and statistics in shared memory. lse and delta are the tensors' until add_statistics changes them.
+  // Its rows and statistics in shared memory. lse and delta are those of the tensors until add_statistics changes them;
+  // log2_sum is what Gradients::statistics gives besides.
   struct Stage {
     T *q, *dout, *out;
-    float *lse, *delta;
+    float *lse, *delta, *log2_sum;
   };
 
   const AttnGradParams& p;
@@ -61,7 +62,7 @@ struct HeadsBackward {
 
   __device__ __forceinline__ int length_q() const { return static_cast<int>(p.seqlen_q); }
   __device__ __forceinline__ int length_k() const { return static_cast<int>(p.seqlen_k); }
-  __device__ __forceinline__ UnplacedMask32 mask() const { return UnplacedMask32(p, p.seqlen_q, p.seqlen_k); }
+  __device__ __forceinline__ Mask mask() const { return Mask(p, p.seqlen_q, p.seqlen_k); }
   __device__ __forceinline__ int key() const { return warp * kRowStep; }  // the first of this warp
   __device__ __forceinline__ int tiles() const { return plan.tiles * plan.group; }
 
@@ -70,7 +71,7 @@ struct HeadsBackward {
     T* const q = reinterpret_cast<T*>(first + number % 2 * plan.stage_bytes(kHeadDim));
     const int elements = plan.rows * Tile::kStride;
     float* const lse = reinterpret_cast<float*>(q + 3 * elements);
-    return {q, q + elements, q + 2 * elements, lse, lse + plan.rows};
+    return {q, q + elements, q + 2 * elements, lse, lse + plan.rows, lse + 2 * plan.rows};
   }
   __device__ __forceinline__ QueryTile query_tile(int number) const {
     const int head = static_cast<int>(static_cast<unsigned>(number) / static_cast<unsigned>(plan.tiles));
@@ -103,9 +104,8 @@ struct HeadsBackward {
       if (number + 2 < tiles()) load_queries(number + 2);
       ptx::cp_async_commit();
     }
-    const float scale = static_cast<float>(p.softmax_scale);
-    store(p.dk, hk, key(), 0, length_k(), dk[0], scale, p.head_dim);
-    store(p.dv, hk, key(), 0, length_k(), dv[0], 1.f, p.head_dim_v);
+    store(p.dk, hk, key(), 0, length_k(), dk[0], rule.gradient_scale(), p.head_dim);
+    store(p.dv, hk, key(), 0, length_k(), dv[0], rule.keep_scale(), p.head_dim_v);
   }
 
   __device__ __forceinline__ void load_keys() const {
@@ -154,9 +154,10 @@ struct HeadsBackward {
       words = fabsf(lse) < LseWords<float>::kOneWord ? LseWords<float>::of_lse(lse) : words_of(tile, row);
       if (p.dlse.data) dlse = now.delta[row];
     }
-    const bool one_weight = has_one_weight(words);
-    now.lse[row] = one_weight ? mark_of_one_weight() : one_word(words.sum());
-    now.delta[row] = (one_weight ? 0.f : delta) - dlse;
+    const float2 statistics = Gradients::statistics(words);
+    now.lse[row] = statistics.x;
+    now.log2_sum[row] = statistics.y;
+    now.delta[row] = ((has_one_weight(words) ? 0.f : delta) - dlse) / rule.keep_scale();
   }
   __device__ __forceinline__ LseWords<float> words_of(const QueryTile& tile, int row) const {
     return LseWords<float>::of(p, b, tile.h, tile.row + row);
@@ -186,7 +187,7 @@ struct HeadsBackward {
     Scores weights, dscores;
     score_product<Tile, true>(weights, places, k_tile, key(), q, 0);
     score_product<Tile>(dscores, places, v_tile, key(), dout, 0);
-    weigh_and_differentiate(weights, dscores, tile, now, query);
+    Gradients::weigh_and_differentiate(*this, tile, now, query, weights, dscores);
     accumulate<Tile, kStep / 16>(
         dv, places, [&](int, int k) { return Core::from_accumulators(weights[0], k); }, dout, 0);
     typename Core::A packed[kStep / 16];
@@ -205,26 +206,6 @@ struct HeadsBackward {
       for (int i = 0; i < 4; ++i) {
         *reinterpret_cast<uint32_t*>(first + i % 2 * 8 * stride + 16 * k + i / 2 * 8) = packed[k].x[i];
       }
-    }
-  }
-
-  __device__ __forceinline__ void weigh_and_differentiate(Scores& weights, Scores& dscores, const QueryTile& tile,
-                                                          const Stage& now, int query) const {
-    const int row = tile.row + query;
-    const float *const lse = now.lse + query, *const delta = now.delta + query + 2 * t();
-    if (has_mark<kStep>(lse)) {
-      subtract_words(weights, rule, lse, [&](int i) { return words_of(tile, query + i); });
-      clear_rows_of_one_weight(dscores, lse);
-    }
-    Limits all = mask().rows_of_all(key(), key() + kRowStep);
-    if (all.end == length_q()) all.end += kStep;  // after the last query come zeros, which need no mask
-    Dropping dropping(p, b, tile.h, key(), row);
-    if (row >= all.begin && row + kStep <= all.end) {
-      flashattn_ext::weigh_and_differentiate<false, false>(weights, dscores, rule, lse + 2 * t(), lse, delta,
-                                                           SeenBy<1>(), dropping);
-    } else {
-      flashattn_ext::weigh_and_differentiate<true, false>(weights, dscores, rule, lse + 2 * t(), lse, delta,
-                                                          SeenBy<1>(mask(), row + 2 * t(), key() + g()), dropping);
     }
   }
 
@@ -248,7 +229,7 @@ struct HeadsBackward {
                                       Tile::moved(places.transposed, column + c * 8));
             });
       }
-      store(p.dq, tile.h, first, column, length_q(), dq[0], static_cast<float>(p.softmax_scale), p.head_dim);
+      store(p.dq, tile.h, first, column, length_q(), dq[0], rule.gradient_scale(), p.head_dim);
     }
   }
   // Writes 16 rows from `first` on, of `length`, and the columns of x from `column` on.
@@ -267,7 +248,7 @@ template <class T, int kHeadDim, Options kOptions>
 __global__ void __launch_bounds__(HeadsBackward<T, kHeadDim, kOptions>::kTile.warps * 32,
                                   HeadsBackward<T, kHeadDim, kOptions>::kTile.blocks)
     heads_backward_kernel(const __grid_constant__ AttnGradParams p,
-                          const __grid_constant__ PlainScore<float, false> rule,
+                          const __grid_constant__ typename HeadsBackward<T, kHeadDim, kOptions>::Rule rule,
                           const __grid_constant__ HeadsBackwardPlan plan) {
   extern __shared__ __align__(128) unsigned char shared[];
   ptx::wait_for_previous_kernel();
@@ -280,7 +261,8 @@ void heads_backward(const AttnGradParams& p) {
   const HeadsBackwardPlan plan = HeadsBackwardPlan::of(p, Kernel::kTile);
   constexpr const char* kName = "backward of heads";
   launch_early(heads_backward_kernel<T, kHeadDim, kOptions>, kName, p, row_of_blocks(p.batch * p.heads_k, kName, p),
-               plan.warps() * 32, static_cast<int>(plan.shared_bytes(kHeadDim)), p, Kernel::Rule::of(p), plan);
+               plan.warps() * 32, static_cast<int>(plan.shared_bytes(kHeadDim)), p, Kernel::Rule::of(p, plan.keys),
+               plan);
 }
 
 }  // namespace flashattn_ext::sm80

@@ -9,9 +9,9 @@
 #include "cuda/host/launch.cuh"
 #include "cuda/ptx/barrier.cuh"
 #include "cuda/ptx/grid.cuh"
-#include "cuda/score/score_policy.cuh"
 #include "cuda/score/scores.cuh"
 #include "cuda/sm80/whole_heads/head_rows.cuh"
+#include "cuda/sm80/whole_heads/heads_policies.cuh"
 #include "cuda/sm80/whole_heads/plan.h"
 #include "cuda/table/kernel_table.h"
 #include "cuda/tile/products.cuh"
@@ -23,11 +23,15 @@ template <class T, int kHeadDim, Options kOptions>
 struct HeadsForward {
   using Core = TensorCore<T>;
   using Tile = SwizzledTile<T, kHeadDim>;
-  using Rule = PlainScore<float, true>;
+  using Policies = HeadsPolicies<kOptions>;
+  using Dropping = typename Policies::Dropping;
+  using Mask = typename Policies::Mask;
   static constexpr HeadsForwardTile kTile = tile_of<kernel_table::kSm80HeadsForward, T, kHeadDim, kOptions>();
   static constexpr int kKeys = kTile.keys;  // of a step
+  static constexpr int kLeastKeys = Policies::kLeastKeys;
+  using Scoring = typename Policies::template Scores<T, kKeys>;
+  using Rule = typename Scoring::Rule;
   static constexpr int kSteps = kHeadDim / Core::kK, kOutTiles = kHeadDim / 8;
-  static_assert(kOptions == kPlain);
 
   // The thread block's KV head and first unit.
   struct Place {
@@ -37,9 +41,14 @@ struct HeadsForward {
   struct Unit {
     int h, row;
   };
+  // A step of keys.
+  struct Step {
+    int n;  // as a number of steps of kKeys, where all are as long
+    int key;
+  };
 
   const AttnParams& p;
-  const Rule& rule;
+  const Rule& score;
   const HeadsForwardPlan& plan;
   const typename Tile::Places places;
   const int warp;
@@ -48,12 +57,15 @@ struct HeadsForward {
   bool has_values = false;
   typename Core::A queries[kSteps];
   float out[1][kOutTiles][4];
-  OnlineSoftmax<false> softmax;
+  OnlineSoftmax<Policies::kHasSinks> softmax;  // without sinks the maximum is the largest logit
+  Scoring scoring;
+  Unit now;
+  int row0;  // of `now`
 
-  __device__ __forceinline__ HeadsForward(const AttnParams& p, const Rule& rule, const HeadsForwardPlan& plan,
+  __device__ __forceinline__ HeadsForward(const AttnParams& p, const Rule& score, const HeadsForwardPlan& plan,
                                           T* shared)
       : p(p),
-        rule(rule),
+        score(score),
         plan(plan),
         warp(uniform(static_cast<int>(threadIdx.x) / 32)),
         at(place()),
@@ -71,11 +83,25 @@ struct HeadsForward {
     return {at.hk * plan.group + head, (number - head * plan.units) * kRowStep};
   }
   __device__ __forceinline__ int end_of_units() const { return min(at.first + plan.share, plan.units * plan.group); }
+  // What policies ask of a kernel: the first row of a row tile within the query tile, the head, and 16 bytes of shared
+  // memory for the generator of dropout.
+  static __device__ __forceinline__ int tile_row(int) { return 0; }
+  __device__ __forceinline__ const Unit* head() const { return &now; }
+  template <class X>
+  __device__ __forceinline__ X* slot(int) const {
+    static_assert(sizeof(X) <= kVectorBytes);
+    return reinterpret_cast<X*>(v_tile + (plan.keys + plan.warps * kRowStep) * Tile::kStride);
+  }
+  template <class Bias>
+  __device__ __forceinline__ Bias bias(const Step& step) const {
+    return Bias(p, at.b, now.h, mask(), ptx::opaque(now.row), step.key);
+  }
   __device__ __forceinline__ int length_q() const { return static_cast<int>(p.seqlen_q); }
   __device__ __forceinline__ int length_k() const { return static_cast<int>(p.seqlen_k); }
 
   __device__ __forceinline__ void run() {
     load();
+    if (threadIdx.x == 0) Dropping::start_head(*this, at.b);
     ptx::cp_async_wait<1>();
     __syncthreads();
 #pragma unroll 1
@@ -85,7 +111,7 @@ struct HeadsForward {
 
   // Starts copying keys and the queries of the first unit of each warp, and then values.
   __device__ __forceinline__ void load() const {
-    const int padded = whole_steps(length_k());
+    const int padded = (length_k() + kLeastKeys - 1) / kLeastKeys * kLeastKeys;
     load_queries(at.first + warp);
     load_rows<Tile>(block_team(), k_tile, row_pointer<const T>(p.k, at.b, at.hk, 0), p.k.row_stride, length_k(), padded,
                     static_cast<int>(p.head_dim));
@@ -121,65 +147,81 @@ struct HeadsForward {
     __syncwarp();
     load_queries(number + plan.warps);
     ptx::cp_async_commit();
-    compute(unit(number));
+    now = unit(number);
+    row0 = now.row;
+    compute();
     ptx::cp_async_wait<0>();
     __syncwarp();
   }
 
   // Registers are scarce, so what a step needs beside its tiles is computed where it is used.
-  __device__ __forceinline__ UnplacedMask32 mask() const { return UnplacedMask32(p, p.seqlen_q, p.seqlen_k); }
-  __device__ __forceinline__ Limits visible_keys(const Unit& unit) const {
-    const int row = ptx::opaque(unit.row);
+  __device__ __forceinline__ Mask mask() const { return Mask(p, p.seqlen_q, p.seqlen_k); }
+  __device__ __forceinline__ Limits visible_keys() const {
+    const int row = ptx::opaque(now.row);
     return mask().keys_of(row, min(row + kRowStep, length_q()));
   }
-  __device__ __forceinline__ int end_of_keys(const Unit& unit) const { return whole_steps(visible_keys(unit).end); }
+  __device__ __forceinline__ int end_of_keys() const {
+    return (visible_keys().end + kLeastKeys - 1) / kLeastKeys * kLeastKeys;
+  }
 
-  __device__ __forceinline__ void compute(const Unit& unit) {
+  __device__ __forceinline__ void compute() {
     set_zero(out[0]);
-    softmax.start(-infinity());
-    int key = visible_keys(unit).begin / kRowStep * kRowStep;
+    softmax.start(Policies::kHasSinks ? head_sink(p, now.h) : -infinity());
+    scoring.start_tile(p, at.b, now.h);
+    int key = visible_keys().begin / kLeastKeys * kLeastKeys;
 #pragma unroll 1
-    for (; key + kKeys <= end_of_keys(unit); key += kKeys) step<kKeys>(unit, key);
-    take_step<64>(unit, key);
-    take_step<32>(unit, key);
-    take_step<16>(unit, key);
-    store(unit);
+    for (; key + kKeys <= end_of_keys(); key += kKeys) step<kKeys>(key);
+    take_step<64>(key);
+    take_step<32>(key);
+    take_step<16>(key);
+    store();
   }
   // A step with fewer keys than the others, if as many are left.
   template <int kCount>
-  __device__ __forceinline__ void take_step(const Unit& unit, int& key) {
-    if constexpr (kCount < kKeys) {
-      if (key + kCount > end_of_keys(unit)) return;
-      step<kCount>(unit, key);
+  __device__ __forceinline__ void take_step(int& key) {
+    if constexpr (kCount < kKeys && kCount >= kLeastKeys) {
+      if (key + kCount > end_of_keys()) return;
+      step<kCount>(key);
       key += kCount;
     }
   }
 
   template <int kCount>
-  __device__ __forceinline__ void step(const Unit& unit, int key) {
+  __device__ __forceinline__ void step(int key) {
     float x[1][kCount / 8][4];
+    const Step place{key / kKeys, key};
+    const auto begun = scoring.begin(*this, place);
     const T* const keys = k_tile + key * Tile::kStride;
     score_product<T, kHeadDim>(
         x, [&](int, int d) { return queries[d / Core::kK]; },
         [&](typename Core::B(&pair)[2], int n, int d) {
           Tile::load_b(pair, keys + n * 8 * Tile::kStride, Tile::moved(places.b, d));
         });
-    store_scores(x, rule);
-    const int row = ptx::opaque(unit.row);
+    const auto& rule = scoring.make_logits(*this, x, place, begun);
+    const int row = ptx::opaque(now.row);
     const Limits full = mask().keys_of_all(row, min(row + kRowStep, length_q()));
     if (key < full.begin || key + kCount > full.end) hide_keys<true, true>(x, mask(), row + g(), key + 2 * t());
-    // Without tolerance the maximum is the largest logit, for which no register is left.
-    softmax.weigh(x[0], stored_rule(rule), 0.f, [&](const float (&shrink)[2]) { rescale(out[0], shrink); });
+    // Without tolerance the maximum is the largest logit, for which plain kernels have no register left.
+    float shrink[2], sums[2];
+    softmax.weigh(
+        x[0], rule, 0.f,
+        [&](const float (&factors)[2]) {
+          rescale(out[0], factors);
+          shrink[0] = factors[0], shrink[1] = factors[1];
+        },
+        [&](int r, float sum) { sums[r] = sum; });
+    scoring.add_centres(*this, place, 0, x[0], sums, shrink);
     typename Core::A weights[kCount / Core::kK];
 #pragma unroll
     for (int k = 0; k < kCount / Core::kK; ++k) weights[k] = Core::from_accumulators(x[0], k);
+    Dropping::drop(*this, weights, 0, place.n);
     await_values<1>();
     accumulate<Tile, kCount / Core::kK>(
         out, places, [&](int, int k) { return weights[k]; }, v_tile + key * Tile::kStride, 0);
   }
 
-  __device__ __forceinline__ void store(const Unit& unit) const {
-    const int row = unit.row + g();
+  __device__ __forceinline__ void store() const {
+    const int row = now.row + g();
     const bool exist[2] = {row < length_q(), row + 8 < length_q()};
     float totals[2], factors[2];
     bool empty[2];
@@ -187,15 +229,18 @@ struct HeadsForward {
     for (int r = 0; r < 2; ++r) {
       totals[r] = softmax.total(r);
       empty[r] = totals[r] == 0;
-      factors[r] = ptx::rcp(totals[r]);
+      factors[r] = Dropping::keep_scale(p) * ptx::rcp(totals[r]);
+      scoring.write_centres(p, at.b, now.h, row + 8 * r, 0, r, totals[r], exist[r]);
     }
     const int b = ptx::opaque(static_cast<int>(blockIdx.x)) / (plan.parts * static_cast<int>(p.heads_k));
-    softmax.write(p, b, unit.h, row, totals, exist);
+    softmax.write(p, b, now.h, row, totals, exist);
+    if constexpr (!Policies::kHasSinks) {
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      if (p.row_maxima.data && t() == r && exist[r]) write_largest(p, b, unit.h, row + 8 * r, softmax.max[r]);
+      for (int r = 0; r < 2; ++r) {
+        if (p.row_maxima.data && t() == r && exist[r]) write_largest(p, b, now.h, row + 8 * r, softmax.max[r]);
+      }
     }
-    store_rows(row_pointer<T>(p.out, b, unit.h, row), 8 * p.out.row_stride, out[0], factors, empty, exist,
+    store_rows(row_pointer<T>(p.out, b, now.h, row), 8 * p.out.row_stride, out[0], factors, empty, exist,
                static_cast<int>(p.head_dim_v));
   }
 };
@@ -203,11 +248,12 @@ struct HeadsForward {
 template <class T, int kHeadDim, Options kOptions>
 __global__ void __launch_bounds__(HeadsForward<T, kHeadDim, kOptions>::kTile.warps * 32,
                                   HeadsForward<T, kHeadDim, kOptions>::kTile.blocks)
-    heads_forward_kernel(const __grid_constant__ AttnParams p, const __grid_constant__ PlainScore<float, true> rule,
+    heads_forward_kernel(const __grid_constant__ AttnParams p,
+                         const __grid_constant__ typename HeadsForward<T, kHeadDim, kOptions>::Rule score,
                          const __grid_constant__ HeadsForwardPlan plan) {
   extern __shared__ __align__(128) unsigned char shared[];
   ptx::wait_for_previous_kernel();
-  HeadsForward<T, kHeadDim, kOptions>(p, rule, plan, reinterpret_cast<T*>(shared)).run();
+  HeadsForward<T, kHeadDim, kOptions>(p, score, plan, reinterpret_cast<T*>(shared)).run();
 }
 
 template <class T, int kHeadDim, Options kOptions>

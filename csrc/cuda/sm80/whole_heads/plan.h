@@ -14,6 +14,20 @@ namespace flashattn_ext::sm80 {
 constexpr int kRowStep = 16;
 FLASHATTN_HOST_DEVICE constexpr int whole_steps(int rows) { return (rows + kRowStep - 1) / kRowStep * kRowStep; }
 
+// Whether the kernels may run a call, for the options of a row of the table: dense ones, unless they are to have the
+// bits of packed ones (docs/deterministic.md). Units of rows are numbered in 32 bits.
+inline bool runs_in_whole_heads(const AttnParams& p) {
+  constexpr int64_t kMostQueries = 1 << 20;
+  return !p.is_varlen() && !p.deterministic && p.batch * p.heads_q > 0 && p.seqlen_q > 0 && p.seqlen_q <= kMostQueries;
+}
+// The backward reads whole vectors of `out`. It forms the gradient of a bias of any shape unless rows share it, and no
+// gradient of other biases and of a sink.
+inline bool runs_in_whole_heads(const AttnGradParams& p) {
+  const bool of_keys = p.dbias.data && p.dbias.row_stride == 0 && p.seqlen_q > 1;
+  return runs_in_whole_heads(static_cast<const AttnParams&>(p)) && !of_keys && !p.dsink && !p.dalibi_slopes &&
+         !p.drelative_bias && rows_are_aligned(p.out, p.head_dim_v, 2);
+}
+
 // A unit is 16 rows of a query head, those of one warp. The units of a KV head are those of all its query heads, and a
 // thread block has `share` of them. Thread blocks are numbered in the order of KV heads.
 struct HeadsForwardPlan {
@@ -43,11 +57,12 @@ struct HeadsForwardPlan {
     }
     warps = std::min(warps, tile.warps);
     const int parts = static_cast<int>(tile_count(all, warps * rounds));
-    return {parts, (all + parts - 1) / parts, units, group, whole_steps(static_cast<int>(p.seqlen_k)), warps};
+    const int keys = whole_steps(whole_steps(static_cast<int>(p.seqlen_k)) / 2) * 2;  // of steps of at least 32 too
+    return {parts, (all + parts - 1) / parts, units, group, keys, warps};
   }
   int64_t blocks(const AttnParams& p) const { return p.batch * p.heads_k * parts; }
-  // columns: the class of head dims, of 16-bit elements.
-  int64_t shared_bytes(int columns) const { return int64_t{2 * keys + warps * kRowStep} * columns * 2; }
+  // columns: the class of head dims, of 16-bit elements. The generator of dropout takes the last bytes.
+  int64_t shared_bytes(int columns) const { return int64_t{2 * keys + warps * kRowStep} * columns * 2 + 16; }
 };
 
 // A thread block has a KV head, and a warp for every 16 keys.
@@ -67,8 +82,8 @@ struct HeadsBackwardPlan {
   FLASHATTN_HOST_DEVICE int warps() const { return keys / kRowStep; }
   // Elements from one key to the next in the tile of dS, whose rows are padded by 16 bytes.
   FLASHATTN_HOST_DEVICE int score_stride() const { return rows + 8; }
-  // A tile of queries: rows of q, dout and out, and their lse and delta.
-  FLASHATTN_HOST_DEVICE int stage_bytes(int columns) const { return rows * (3 * columns * 2 + 2 * 4); }
+  // A tile of queries: rows of q, dout and out, and three numbers of each row.
+  FLASHATTN_HOST_DEVICE int stage_bytes(int columns) const { return rows * (3 * columns * 2 + 3 * 4); }
   int64_t shared_bytes(int columns) const {
     return int64_t{keys} * (2 * columns + score_stride()) * 2 + int64_t{stages} * stage_bytes(columns);
   }

@@ -1,0 +1,39 @@
+// The policies of the kernels of whole heads, by the options of their rows in the table of kernels. The policies of
+// plain kernels are empty and compile to nothing.
+//   Mask            causal and window
+//   Scores, Dropping  as in the other forwards (score/score_policy.cuh, sm80/shared/dropout_policy.cuh)
+//   kHasSinks   whether calls of the forward may have sinks
+//   kLeastKeys      of a step of the forward
+//   Gradients       how scores and dP become weights and dS (heads_gradients.cuh)
+#pragma once
+
+#include "cuda/score/score_policy.cuh"
+#include "cuda/sm80/shared/dropout_policy.cuh"
+#include "cuda/sm80/whole_heads/heads_gradients.cuh"
+
+namespace flashattn_ext::sm80 {
+
+template <Options kOptions>
+struct HeadsPolicies;
+template <>
+struct HeadsPolicies<kPlain> {
+  using Mask = UnplacedMask32;
+  using Dropping = NoDropout;
+  template <class T, int kKeys>
+  using Scores = PlainScores;
+  static constexpr bool kHasSinks = false;
+  static constexpr int kLeastKeys = 16;
+  using Gradients = PlainHeadGradients;
+};
+template <>
+struct HeadsPolicies<kUnmasked> {
+  using Mask = Mask32;
+  using Dropping = OptionalDropout;
+  template <class T, int kKeys>
+  using Scores = GeneralScores<T, 1, kKeys>;
+  static constexpr bool kHasSinks = true;
+  static constexpr int kLeastKeys = 32;
+  using Gradients = GeneralHeadGradients;
+};
+
+}  // namespace flashattn_ext::sm80
