@@ -31,7 +31,9 @@ struct RowTangent {
 // P * (A - pivot). kTwoWords: weights always come from both words of lse (large_rows.cuh).
 template <int kRowTiles, bool kTwoWords>
 struct TangentRows {
-  static constexpr float kLeastWeight = kTwoWords ? 0x1p-32f : 0x1p-24f;  // of a row in the tile of its pivot
+  // The weight that a row has seen by the end of the tile of its pivot. In 16 bits a weight that is smaller by a factor
+  // of 2^-12 than another one is lost beside it anyway.
+  static constexpr float kLeastWeight = kTwoWords ? 0x1p-32f : 0x1p-12f;
 
   float lse[kRowTiles][2];  // one word in units of log2, or the mark; +inf for rows without a weight
   float pivot[kRowTiles][2], total[kRowTiles][2], deviation[kRowTiles][2];
@@ -94,10 +96,11 @@ struct TangentRows {
     }
   }
 
-  // Completes the pivot of each row in the first tile in which the row has a weight that counts: adds the mean of the
-  // tangents that come from q and k. A smaller weight would make its own tangent the pivot of a row whose mean may be
-  // far away, and P * (A - pivot) of the mean would have the rounding error of a 16-bit operand. The sums of tiles
-  // before are about 0 instead; their weights are too small for the difference.
+  // Completes the pivot of each row in the first tile by whose end the row has a weight that counts: adds the mean of
+  // the tangents of this tile that come from q and k. A smaller weight would make its own tangent the pivot of a row
+  // whose mean may be far away, and P * (A - pivot) of the mean would have the rounding error of a 16-bit operand. The
+  // products along keys of tiles before are about 0 instead, for which their weights are too small; their deviation,
+  // whose rounding would be all of tlse's, is corrected.
   template <int N, class Rule>
   __device__ __forceinline__ void find_pivots(const float (&scores)[kRowTiles][N][4],
                                               const float (&tangents)[kRowTiles][N][4], const Rule& rule) {
@@ -114,9 +117,11 @@ struct TangentRows {
     for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const float weight = quad_sum(weights[i][r]), sum = quad_sum(sums[i][r]);
-        if (has_pivot[i][r] || !(weight > kLeastWeight)) continue;
-        pivot[i][r] += sum / weight;
+        const float weight = quad_sum(weights[i][r]), sum = quad_sum(sums[i][r]), before = quad_sum(total[i][r]);
+        if (has_pivot[i][r] || !(weight > 0 && before + weight > kLeastWeight)) continue;
+        const float mean = sum / weight;
+        pivot[i][r] += mean;
+        deviation[i][r] -= total[i][r] * mean;
         has_pivot[i][r] = true;
       }
     }
