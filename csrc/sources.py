@@ -285,6 +285,7 @@ UNITS = {
     ): "warps, keys x queries, thread blocks along the columns, stages, with 227 KB of shared memory",
     ("sm80", "heads_forward"): "keys of a step, warps at most, resident blocks of as many warps",
     ("sm80", "heads_backward"): "queries of a tile x of a step, columns of dq of a warp, warps at most",
+    ("sm90", "forward_short"): "keys of a step, resident thread blocks",
     ("sm80", "jvp"): "warps x row tiles of 16 queries, keys of a step, resident blocks",
     ("sm80", "second"): "warps, keys x queries, with 227 KB of shared memory",
     ("sm90", "forward"): "queries x keys of a step, stages, order",
@@ -314,6 +315,8 @@ def describe(row: Row, choice: int = 0) -> str:
         return f"{tile[0]} x {tile[1]}, {tile[2]}, {tile[3]}, {stages}"
     if (row.architecture, row.stage) == ("sm80", "jvp"):
         return f"{tile[0]} x {tile[1]}, {tile[2]}, {tile[3]}"
+    if row.stage == "forward_short":
+        return f"{tile[0]}, {tile[1]}"
     if row.stage == "heads_forward":
         return f"{tile[0]}, {tile[1]}, {tile[2]}"
     if row.stage == "heads_backward":

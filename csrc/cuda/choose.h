@@ -19,8 +19,10 @@
 #include "cuda/decode/split/decode.h"
 #include "cuda/decode/split/tiles.h"
 #include "cuda/host/call.h"
+#include "cuda/kernel_calls.h"
 #include "cuda/sm80/shared/tiles.h"
 #include "cuda/sm80/whole_heads/plan.h"
+#include "cuda/sm90/forward_short/plan.h"
 #include "cuda/sm90/fp8/transposed_values.h"
 #include "cuda/sm90/shared/tiles.h"
 #include "cuda/table/stages.h"
@@ -54,39 +56,6 @@ struct Choice {
   Inputs inputs = Inputs::kAligned;
   bool transposes = false;  // values in e4m3: whether the kernel transposes them itself, or another one before it
 };
-
-// A call with its inputs widened.
-inline KernelCall widened_call(KernelCall call) {
-  if (call.type == kE4m3) call.type = kBf16;
-  return call;
-}
-// Invariant calls in fp8 have the bits of decoding, which widens its caches.
-inline KernelCall forward_call(const AttnParams& p) {
-  const Options options = p.invariant ? invariant_options(options_of(p)) : options_of(p);
-  const KernelCall call{type_bit(p.dtype), p.head_dim, p.head_dim_v, options, p.row_maxima.data != nullptr,
-                        p.invariant};
-  return p.invariant ? widened_call(call) : call;
-}
-// `invariant` is about out and lse: derivatives, like gradients, are those of the call without it.
-inline KernelCall backward_call(const AttnParams& p, Options options) {
-  return {type_bit(p.dtype), p.head_dim, p.head_dim_v, options};
-}
-
-// What a row of kSm80Forward must have for a call. A call with row_maxima runs a general kernel where those of its own
-// options do not track them. Invariant calls with a Mask run one of three classes of head dims, and others the plain
-// kernels of these classes, which have the same steps.
-inline KernelCall sm80_forward_call(KernelCall call) {
-  const int64_t columns = std::max(call.head_dim, call.head_dim_v);
-  if (columns > 256) return call;
-  if (call.is_invariant) {
-    call.head_dim = columns > 128 ? 256 : columns > 64 ? 128 : 64;
-    if (call.wants_largest) call.options = call.options | kIntervals;
-  }
-  if (call.wants_largest && !sm80::tells_largest(call.options)) {
-    call.options = call.options & kFp8 ? kFp8General : kGeneral;
-  }
-  return call;
-}
 
 // How decoding runs a row of kSm90Invariant; `run` is not set.
 inline ChunkKernel chunk_tile(const TableRow& row) {
@@ -153,6 +122,7 @@ class Chooser {
 
   Choice forward(const AttnParams& p) const {
     const KernelCall call = forward_call(p);
+    if (const TableRow row = short_forward_row(p, call)) return {row};
     if (const TableRow row = heads_forward_row(p, call)) return {row};
     Choice choice{forward_row(call)};
     const bool is_narrow = p.dtype == DType::kFloat8;  // a prefill has already widened its keys and values
@@ -367,38 +337,59 @@ class Chooser {
   }
 
   // --- short sequences, whose keys a thread block has in shared memory ---------------------------------------------
+  // Figures are microseconds on an H200 in bf16. The choices do not depend on the batch size (see above).
 
-  // H200, bf16, microseconds beside sm80/ and sm90/: 64x256 8x32 26.6, 42.6 and 36.2; 128x96 12x64 31.7, 45.0 and 41.3;
-  // 128x128 12x64 40.3, 47.5 and 36.5 (causal 38.0, 50.7 and 42.4); 64x197 12x64 50.8, 64.9 and 58.1; 128x64 16x128
-  // 39.5, 73.9 and 48.0; 128x80 12x128 42.0, 70.4 and 39.5.
-  bool prefers_whole_heads(const AttnParams& p, int columns) const {
-    const int64_t keys = p.seqlen_k;
-    if (!is_hopper()) return keys <= (columns > 64 ? 128 : 256);
-    if (columns > 64) return keys <= 64 && p.seqlen_q <= 512;
-    if (columns > 32) return keys <= 112 || (keys <= 208 && (keys > 192 || p.window_right != kUnbounded));
-    return keys <= 256;
+  // wgmma, beside sm80/whole_heads and the forward of long sequences: 64x197 12x64 46, 52 and 59; 32x128
+  // 12x64 9.4, 11.5 and 11.9; 64x77 12x64 16.3, 16.4 and 22.1. Classes of 32 columns have no kernel, and with 128 it is
+  // not faster: 64x128 16x128 42.5 and 42.5, 16x192 16x128 20.8 and 18.7.
+  static bool prefers_short_forward(const AttnParams& p) {
+    return p.seqlen_k > 80 && p.seqlen_k <= sm90::kMostBoxRows && std::max(p.head_dim, p.head_dim_v) > 32;
   }
-  // Beside sm80/ and the faster ones of sm90/: 64x197 12x32 87.8, 174 and 101; 64x256 8x32 68.4, 132 and 64.7; 16x77
-  // 12x64 causal 12.2, 21.4 and 14.3; 128x96 12x64 77.9, 136 and 70.1. A thread block walks over all queries of a KV
-  // head: 64x256:64 8x64 60.0, 92.9 and 41.8; 64x512:64 8x64 109, 169 and 69; 4x4096:77 8x64 364, 306 and 119.
-  bool prefers_whole_heads_backward(const AttnGradParams& p, int columns) const {
-    const int64_t keys = p.seqlen_k, queries = p.seqlen_q * p.group_size();
-    if (!is_hopper()) return keys <= (columns > 64 ? 128 : 256) && queries <= 512;
-    if (columns > 32) return keys <= 80 && p.seqlen_q <= 128 && queries <= 256;
-    return keys <= 208 && queries <= 256;
+  // mma.sync, beside sm80/ and sm90/: 64x256 8x32 26.6, 42.6 and 36.2; 128x64 16x128 39.5, 73.9 and 48.0; 128x80 12x128
+  // 42.0, 70.4 and 39.5. With options, beside sm90/: a bias 256x64 6x32 24.8 and 47.1, 64x96 12x64 33.1 and 28.6; one
+  // whose rows TMA cannot copy 256x49 6x32 25.8 and 86.6, 64x197 12x64 142 and 180. Beside sm80/: 64x256 12x64 145 and
+  // 181; but dropout 64x128 12x64 41.9 and 36.0.
+  int64_t most_keys_of_whole_heads(const AttnParams& p, bool is_plain, int columns) const {
+    const Options options = options_of(p);
+    if (is_plain && is_hopper()) return columns > 64 ? (p.seqlen_q <= 512 ? 64 : 0) : columns > 32 ? 80 : 256;
+    if (is_plain) return columns > 64 ? 128 : 256;
+    if (is_hopper()) return options & kRare ? 208 : columns > 32 ? 64 : 96;
+    return options & (kScores | kBias | kRare) ? 256 : 96;
+  }
+  // The backward, beside sm80/ and the faster ones of sm90/: 64x197 12x32 87.8, 174 and 101; 64x256 8x32 68.4, 132 and
+  // 64.7; 64x96 12x64 67.5, 103 and 70.0; 64x128 12x64 78.5, 124 and 67.9. With a bias and its gradient: 256x49
+  // 6x32 82.9 and 233, 64x64 12x64 56.9 and 82.7, 256x96 6x32 224 and 202; beside sm80/ 256x128 6x32 283 and 455. With
+  // dropout beside sm80/: 64x64 12x64 42.5 and 67.6, 64x96 102 and 90.
+  int64_t most_keys_of_whole_heads(const AttnGradParams& p, bool is_plain, int columns) const {
+    if (is_plain && is_hopper()) return columns > 32 ? 96 : 208;
+    if (is_plain) return columns > 64 ? 128 : 256;
+    return !is_hopper() && options_of(p) & (kScores | kBias | kRare) ? 128 : 64;
+  }
+  // A thread block of the backward walks over all queries of a KV head: 64x256:64 8x64 60.0, 92.9 and 41.8; 64x512:64
+  // 8x64 109, 169 and 69; 4x4096:77 8x64 364, 306 and 119.
+  bool has_few_queries_for_whole_heads(const AttnGradParams& p, bool is_plain, int columns) const {
+    const int64_t queries = p.seqlen_q * p.group_size();
+    if (is_plain && !is_hopper()) return queries <= 512;
+    return queries <= 256 && (columns <= 32 || p.seqlen_q <= 128);
   }
 
   // Whether the GPU has the shared memory and the grid for a plan.
   bool has_room(int64_t shared_bytes, int64_t blocks) const {
     return shared_bytes <= gpu_.block_shared && blocks <= std::numeric_limits<int32_t>::max();
   }
-  TableRow heads_forward_row(const AttnParams& p, KernelCall call) const {
-    if (p.has_sink) call.options = call.options | kUnmasked;  // plain kernels have none
+  TableRow short_forward_row(const AttnParams& p, const KernelCall& call) const {
+    const TableRow row = hoppers<Stage::kSm90ShortForward>(call);
+    if (!row || call.is_invariant || !sm80::runs_in_whole_heads(p) || !prefers_short_forward(p)) return {};
+    const auto& kernel = table_row<Stage::kSm90ShortForward>(row);
+    const auto plan = sm90::ShortForwardPlan::of(p, compiled_tile(kernel.tiles), gpu_.multiprocessors);
+    return has_room(plan.shared_bytes(kernel.head_dims.qk), plan.blocks(p)) ? row : TableRow{};
+  }
+  TableRow heads_forward_row(const AttnParams& p, const KernelCall& call) const {
     const TableRow row = first<Stage::kSm80HeadsForward>(call);
     if (!row || call.is_invariant || !sm80::runs_in_whole_heads(p)) return {};
     const auto& kernel = table_row<Stage::kSm80HeadsForward>(row);
     const int columns = kernel.head_dims.qk;
-    if (!prefers_whole_heads(p, columns)) return {};
+    if (p.seqlen_k > most_keys_of_whole_heads(p, kernel.options == kPlain, columns)) return {};
     const auto plan = sm80::HeadsForwardPlan::of(p, compiled_tile(kernel.tiles), gpu_.multiprocessors);
     return has_room(plan.shared_bytes(columns), plan.blocks(p)) ? row : TableRow{};
   }
@@ -408,10 +399,11 @@ class Chooser {
     const auto& kernel = table_row<Stage::kSm80HeadsBackward>(row);
     const sm80::HeadsBackwardTile tile = compiled_tile(kernel.tiles);
     const int columns = kernel.head_dims.qk;
-    if (!prefers_whole_heads_backward(p, columns)) return {};
+    const bool is_plain = kernel.options == kPlain;
+    if (p.seqlen_k > most_keys_of_whole_heads(p, is_plain, columns)) return {};
     const auto plan = sm80::HeadsBackwardPlan::of(p, tile);
     const bool fits = plan.warps() <= tile.warps && has_room(plan.shared_bytes(columns), p.batch * p.heads_k);
-    return fits ? row : TableRow{};
+    return fits && has_few_queries_for_whole_heads(p, is_plain, columns) ? row : TableRow{};
   }
 
   // --- values in e4m3 ------------------------------------------------------------------------------------------------

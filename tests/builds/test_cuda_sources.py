@@ -63,6 +63,7 @@ int main() {
   for (const auto& row : kernel_table::kSm80Jvp) print("kSm80Jvp", row);
   for (const auto& row : kernel_table::kSm80Second) print("kSm80Second", row);
   for (const auto& row : kernel_table::kSm90Forward) print("kSm90Forward", row);
+  for (const auto& row : kernel_table::kSm90ShortForward) print("kSm90ShortForward", row);
   for (const auto& row : kernel_table::kSm90Invariant) print("kSm90Invariant", row);
   for (const auto& row : kernel_table::kSm90Packed) print("kSm90Packed", row);
   for (const auto& row : kernel_table::kSm90Backward) print("kSm90Backward", row);
@@ -87,6 +88,7 @@ int main() {
             run(every.forward_row(call)), run(hopper.forward_row(call));
             run_if_served<Stage::kSm90Packed>(call);        // others run the kernels of decode/
             run_if_served<Stage::kSm80HeadsForward>(call);  // more keys run the rows above
+            run_if_served<Stage::kSm90ShortForward>(call);
             if (largest) continue;
             run(every.backward_row(call)), run(hopper.backward_row(call));
             const TableRow row = hopper.backward_row(call);

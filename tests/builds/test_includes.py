@@ -58,7 +58,7 @@ MAY_INCLUDE: dict[str, tuple[str, ...]] = {
     "cuda": (
         *(GROUND, "rules", "backend", "cuda/host", "cuda/passes", "cuda/table"),
         *(f"cuda/decode/{name}" for name in ("split", "few_rows", "prefill")),
-        *("cuda/sm80/shared", "cuda/sm80/whole_heads", "cuda/sm90/shared", "cuda/sm90/fp8"),
+        *("cuda/sm80/shared", "cuda/sm80/whole_heads", "cuda/sm90/shared", "cuda/sm90/fp8", "cuda/sm90/forward_short"),
     ),
     # An architecture itself dispatches calls; of its folders none includes a sibling but shared.
     "cuda/sm80": ("cuda",),
@@ -71,6 +71,7 @@ MAY_INCLUDE: dict[str, tuple[str, ...]] = {
     "cuda/sm90/shared": (GROUND, "rules", *CUDA),
     "cuda/sm90/fp8": (GROUND, "rules", *CUDA, "cuda/sm90/shared"),
     "cuda/sm90/forward": (*SM90, "cuda/sm90/fp8"),
+    "cuda/sm90/forward_short": SM90,
     "cuda/sm90/forward_large": (*SM90, "cuda/sm90/forward"),
     "cuda/sm90/invariant": (*SM90, "cuda/sm90/forward"),
     "cuda/sm90/few_rows": (*SM90, "backend", "cuda/decode/few_rows", "cuda/sm90/forward"),

@@ -47,7 +47,9 @@ def test_lengths(device: str, dtype: torch.dtype, length: int, D: int) -> None:
     check(Case(dtype=dtype, B=2, Sq=length, Sk=length, Hq=3, Hk=3, D=D, Dv=D, use_lse=True), device)
 
 
-@pytest.mark.parametrize("sizes", [(1, 50), (33, 100), (150, 77), (256, 31), (300, 64), (70, 0), (0, 20)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [(1, 50), (33, 100), (150, 77), (256, 31), (300, 64), (700, 200), (70, 0), (0, 20)], ids=str
+)
 @pytest.mark.parametrize("heads", [(2, 2), (6, 2), (4, 1)], ids=str)
 def test_other_lengths_and_groups(
     device: str, dtype: torch.dtype, heads: tuple[int, int], sizes: tuple[int, int]

@@ -1,4 +1,4 @@
-// Barriers and register budgets of Hopper kernels, one instruction in each wrapper (PTX ISA, "mbarrier", "barrier",
+// Barriers, and register budgets of Hopper kernels, one instruction in each wrapper (PTX ISA, "mbarrier", "barrier",
 // "setmaxnreg").
 #pragma once
 
@@ -30,15 +30,20 @@ __device__ __forceinline__ void barrier_arrive_expect(Barrier* barrier, int byte
 __device__ __forceinline__ void barrier_arrive_copied(Barrier* barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];\n" ::"r"(shared_address(barrier)) : "memory");
 }
+// Before Hopper the instruction does not suspend the thread for a while.
+#if __CUDA_ARCH__ >= 900
+#define FLASHATTN_TRY_WAIT "mbarrier.try_wait.parity.shared::cta.b64"
+#else
+#define FLASHATTN_TRY_WAIT "mbarrier.test_wait.parity.shared::cta.b64"
+#endif
 __device__ __forceinline__ bool barrier_try_wait(Barrier* barrier, uint32_t parity) {
   uint32_t done;
-  asm volatile(
-      "{\n.reg .pred done;\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\n"
-      "selp.u32 %0, 1, 0, done;\n}\n"
-      : "=r"(done)
-      : "r"(shared_address(barrier)), "r"(parity)
-      : "memory");
+  asm volatile("{\n.reg .pred done;\n" FLASHATTN_TRY_WAIT
+               " done, [%1], %2;\n"
+               "selp.u32 %0, 1, 0, done;\n}\n"
+               : "=r"(done)
+               : "r"(shared_address(barrier)), "r"(parity)
+               : "memory");
   return done;
 }
 // Returns when the phase of this parity is complete. A new barrier counts as having completed a phase of parity 1.

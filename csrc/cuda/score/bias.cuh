@@ -16,6 +16,7 @@ template <class T, bool kTransposed, int kRowTiles, int kColumnTiles>
 struct TileBias : DistanceBias<kTransposed, kRowTiles, kColumnTiles> {
   using Distances = DistanceBias<kTransposed, kRowTiles, kColumnTiles>;
   using Distances::head, Distances::place;
+  using Element = T;
   static constexpr bool kHasElements = true;
   // A lane's prefetched elements of a 16-bit bias tile, in pairs of neighbouring keys: rows g and g + 8 of each row
   // tile. They are loaded before the wait for the product of the scores.
@@ -86,7 +87,7 @@ struct TileBias : DistanceBias<kTransposed, kRowTiles, kColumnTiles> {
     }
   }
 
- private:
+ protected:
   // Rounded once, in every kernel. Element: of the bias; fp16 has no number that narrowed() changes.
   template <class Element>
   static __device__ __forceinline__ void add_log(float& logit, float bias) {
@@ -104,19 +105,22 @@ struct TileBias : DistanceBias<kTransposed, kRowTiles, kColumnTiles> {
 
   // Element: of the bias. Elements outside the sequence are not read.
   template <class Element, int kCount>
+  __device__ __forceinline__ void read_elements(float (&bias)[kRowTiles][kCount][4], int n0) const {
+    const Element* const first = element<Element>(0, 0);
+    each_element<kRowTiles, kCount>([&](int i, int n, int e) {
+      const int rows = place.rows_on(i, n0 + n, e), keys = place.keys_on(i, n0 + n, e);
+      const bool exists = whole || (rows < rows_left && keys < keys_left);
+      bias[i][n][e] = exists ? widen(first[rows * head.row_stride + keys]) : 0.f;
+    });
+  }
+  template <class Element, int kCount>
   __device__ __forceinline__ void add_elements(float (&logits)[kRowTiles][kCount][4], int n0) const {
     constexpr int kTogether = kCount < 4 ? kCount : 4;  // column tiles that are read before the first is used
     static_assert(kCount % kTogether == 0);
-    const Element* const first = element<Element>(0, 0);
 #pragma unroll
     for (int group = 0; group < kCount; group += kTogether) {
       float bias[kRowTiles][kTogether][4];
-      auto read = [&](int i, int n, int e) {
-        const int rows = place.rows_on(i, n0 + group + n, e), keys = place.keys_on(i, n0 + group + n, e);
-        const bool exists = whole || (rows < rows_left && keys < keys_left);
-        bias[i][n][e] = exists ? widen(first[rows * head.row_stride + keys]) : 0.f;
-      };
-      each_element<kRowTiles, kTogether>(read);
+      read_elements<Element>(bias, n0 + group);
       each_element<kRowTiles, kTogether>(
           [&](int i, int n, int e) { add_log<Element>(logits[i][group + n][e], bias[i][n][e]); });
     }
@@ -144,6 +148,26 @@ struct TileBias : DistanceBias<kTransposed, kRowTiles, kColumnTiles> {
   }
   // The type of a bias that is not `wide`, which has 16 bits. With fp32 inputs every bias is fp32.
   using Narrow = std::conditional_t<sizeof(T) == 2, T, __nv_bfloat16>;
+};
+
+// The same, with elements that `read` has loaded before the products of the tile, which hide their latency.
+template <class T, bool kTransposed, int kRowTiles, int kColumnTiles>
+struct TileBiasAhead : TileBias<T, kTransposed, kRowTiles, kColumnTiles> {
+  using Base = TileBias<T, kTransposed, kRowTiles, kColumnTiles>;
+  float elements[kRowTiles][kColumnTiles][4];
+
+  using Base::Base;
+  __device__ __forceinline__ void read() {
+    if (this->has_bias)
+      this->wide ? Base::template read_elements<float>(elements, 0) : Base::template read_elements<T>(elements, 0);
+  }
+  template <int kCount>
+  __device__ __forceinline__ void add_columns(float (&logits)[kRowTiles][kCount][4], int n0) const {
+    Base::Distances::add_columns(logits, n0);
+    if (!this->has_bias) return;
+    each_element<kRowTiles, kCount>(
+        [&](int i, int n, int e) { Base::template add_log<float>(logits[i][n][e], elements[i][n0 + n][e]); });
+  }
 };
 
 }  // namespace flashattn_ext

@@ -20,6 +20,7 @@ struct Sm90 : EveryGpu {
     const TableRow& row = choice.row;
     if (row.stage == Stage::kSm90Forward) return kernel_of<Stage::kSm90Forward>(row).forward(p, choice.transposes);
     if (row.stage == Stage::kSm90Invariant) return kernel_of<Stage::kSm90Invariant>(row).invariant(p);
+    if (row.stage == Stage::kSm90ShortForward) return kernel_of<Stage::kSm90ShortForward>(row).forward_short(p);
     EveryGpu::run_forward(choice, p);
   }
   static size_t forward_bytes(const Choice& choice, const AttnParams& p) {

@@ -164,14 +164,14 @@ inline constexpr KernelRow<sm80::BackwardTile> kSm80Backward[] = {
 // warps at most, thread blocks of as many warps}. Notes are microseconds.
 inline constexpr KernelRow<sm80::HeadsForwardTile> kSm80HeadsForward[] = {
     // 512x49, 6 heads: 23.5, and 128x128, 4 heads: 10.8; 32 keys: 21.4 and 11.6; 128 keys, 2 blocks: 22.9 and 9.9
-    {k16Bit, 32,  kPlain, kEveryGpu, 0, {{64, 8, 3}}},
+    {k16Bit, 32,  kPlain, kEveryGpu, 8, {{64, 8, 3}}},
     // 256x49, 16 heads: 38.9, and 64x197, 12 heads: 49.2; 32 keys in 5 blocks of 4 warps: 38.2 and 57.9
-    {k16Bit, 64,  kPlain, kEveryGpu, 0, {{64, 8, 2}}},
+    {k16Bit, 64,  kPlain, kEveryGpu, 8, {{64, 8, 2}}},
     // 128x64, 16 heads: 37.9; 32 keys: 39.1
-    {k16Bit, 128, kPlain, kEveryGpu, 0, {{64, 4, 3}}},
+    {k16Bit, 128, kPlain, kEveryGpu, 16, {{64, 4, 3}}},
     // no figures of other tiles:
-    {k16Bit, 32,  kUnmasked, kEveryGpu, kMaySpill, {{32, 8, 2}}},
-    {k16Bit, 64,  kUnmasked, kEveryGpu, kMaySpill, {{32, 4, 3}}},
+    {k16Bit, 32,  kUnmasked, kEveryGpu, 40, {{32, 8, 2}}},
+    {k16Bit, 64,  kUnmasked, kEveryGpu, 0, {{32, 4, 3}}},
 };
 
 // Tiles: {queries of a tile at most, queries of a step, columns of dq of a warp, warps at most, thread blocks of as many
@@ -184,8 +184,15 @@ inline constexpr KernelRow<sm80::HeadsBackwardTile> kSm80HeadsBackward[] = {
     // 128x64, 16 heads: 111.6, where reads and writes take 67 at 4 TB/s; no figures of other tiles
     {k16Bit, 128, kPlain, kOtherGpus, 0, {{64, 32, 64, 8, 1}}},
     // no figures of other tiles:
-    {k16Bit, 32,  kUnmasked, kEveryGpu, kMaySpill, {{64, 16, 32, 8, 1}}},
-    {k16Bit, 64,  kUnmasked, kEveryGpu, kMaySpill, {{64, 16, 32, 8, 1}}},
+    {k16Bit, 32,  kUnmasked, kEveryGpu, 0, {{64, 16, 32, 12, 1}}},
+    {k16Bit, 64,  kUnmasked, kEveryGpu, 0, {{64, 16, 32, 8, 1}}},
+};
+
+// Short sequences on Hopper; choose.h says from how many keys on. Tiles: {keys of a step, resident thread blocks}. Notes
+// are microseconds.
+inline constexpr KernelRow<sm90::ShortForwardTile> kSm90ShortForward[] = {
+    // 64x197, 12 heads: 47.0, and 32x256, 12 heads: 25.8; 64 keys: 48.1 and 27.8; 96 keys: 46.6 and 27.5
+    {k16Bit, 64,  kPlain, kHopper, 0, {{128, 3}}},
 };
 
 // Tiles: {warpgroups, keys, stages of keys and values[, order]}. With dropout, keys are a multiple of 64, for which the generator

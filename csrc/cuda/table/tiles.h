@@ -59,6 +59,13 @@ struct ForwardTile {
   constexpr bool exists() const { return groups > 0; }
 };
 
+// The forward of short sequences (cuda/sm90/forward_short/), whose thread blocks are one warpgroup.
+struct ShortForwardTile {
+  int keys;    // of a step
+  int blocks;  // resident on a multiprocessor; bounds the registers
+  constexpr bool exists() const { return keys > 0; }
+};
+
 // How the warpgroups of the backward share the tensor cores. The fastest order depends on register pressure and was
 // measured: lab/logs/sm90_backward.md.
 enum class BackwardOrder {

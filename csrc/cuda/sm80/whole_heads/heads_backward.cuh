@@ -185,9 +185,10 @@ struct HeadsBackward {
   __device__ __forceinline__ void step(const QueryTile& tile, const Stage& now, int query) {
     const T *const q = now.q + query * Tile::kStride, *const dout = now.dout + query * Tile::kStride;
     Scores weights, dscores;
+    const auto begun = Gradients::begin(*this, tile, query);
     score_product<Tile, true>(weights, places, k_tile, key(), q, 0);
     score_product<Tile>(dscores, places, v_tile, key(), dout, 0);
-    Gradients::weigh_and_differentiate(*this, tile, now, query, weights, dscores);
+    Gradients::weigh_and_differentiate(*this, tile, now, query, begun, weights, dscores);
     accumulate<Tile, kStep / 16>(
         dv, places, [&](int, int k) { return Core::from_accumulators(weights[0], k); }, dout, 0);
     typename Core::A packed[kStep / 16];

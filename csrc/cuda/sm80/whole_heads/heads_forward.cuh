@@ -1,7 +1,8 @@
 // Forward of short sequences on every GPU since Ampere. All keys and values of a KV head lie in shared memory. A warp
 // owns 16 rows of queries, holds them and their scores in registers, and walks over the keys that they see without a
-// barrier: a thread block has two in all, when its keys and when its values have arrived. Thread blocks are small, so
-// that several of them are resident on a multiprocessor, and the copies of one overlap the products of others.
+// barrier: a thread block has one, when its keys have arrived, and waits for its values where it first needs them.
+// Thread blocks are small, so that several are resident on a multiprocessor, and the copies of one overlap the products
+// of others.
 //
 // Lengths cost their own rows: keys come in steps of the tile's keys, and at the end in smaller ones down to 16.
 #pragma once
@@ -57,7 +58,7 @@ struct HeadsForward {
   bool has_values = false;
   typename Core::A queries[kSteps];
   float out[1][kOutTiles][4];
-  OnlineSoftmax<Policies::kHasSinks> softmax;  // without sinks the maximum is the largest logit
+  OnlineSoftmax<false> softmax;  // without tolerance the maximum is the largest logit
   Scoring scoring;
   Unit now;
   int row0;  // of `now`
@@ -90,7 +91,14 @@ struct HeadsForward {
   template <class X>
   __device__ __forceinline__ X* slot(int) const {
     static_assert(sizeof(X) <= kVectorBytes);
-    return reinterpret_cast<X*>(v_tile + (plan.keys + plan.warps * kRowStep) * Tile::kStride);
+    return reinterpret_cast<X*>(end_of_tiles());
+  }
+  __device__ __forceinline__ T* end_of_tiles() const {
+    return v_tile + (plan.keys + plan.warps * kRowStep) * Tile::kStride;
+  }
+  // Completes its first phase when the copies of values by all threads have arrived.
+  __device__ __forceinline__ ptx::Barrier* values_arrived() const {
+    return reinterpret_cast<ptx::Barrier*>(end_of_tiles() + kVectorBytes / sizeof(T));
   }
   template <class Bias>
   __device__ __forceinline__ Bias bias(const Step& step) const {
@@ -101,12 +109,16 @@ struct HeadsForward {
 
   __device__ __forceinline__ void run() {
     load();
-    if (threadIdx.x == 0) Dropping::start_head(*this, at.b);
+    if (threadIdx.x == 0) {
+      ptx::barrier_init(values_arrived(), static_cast<int>(blockDim.x));
+      Dropping::start_head(*this, at.b);
+    }
     ptx::cp_async_wait<1>();
     __syncthreads();
+    ptx::barrier_arrive_copied(values_arrived());
 #pragma unroll 1
     for (int number = at.first + warp; number < end_of_units(); number += plan.warps) compute_unit(number);
-    await_values<0>();
+    ptx::cp_async_wait<0>();  // also of a warp that has no unit
   }
 
   // Starts copying keys and the queries of the first unit of each warp, and then values.
@@ -126,15 +138,9 @@ struct HeadsForward {
     load_rows<Tile>(warp_team(), q_tile, row_pointer<const T>(p.q, at.b, h, row), p.q.row_stride,
                     min(kRowStep, length_q() - row), kRowStep, static_cast<int>(p.head_dim));
   }
-  // Waits for the values before a warp's first product with them. Each warp of the block calls it, also one without
-  // rows or visible keys, and where it does differs: therefore a barrier with a number of threads. kLater: groups of
-  // copies that this warp has started since.
-  template <int kLater>
+  // Waits for the values before a warp's first product with them.
   __device__ __forceinline__ void await_values() {
-    if (has_values) return;
-    constexpr int kValues = 1;
-    ptx::cp_async_wait<kLater>();
-    ptx::named_barrier_sync(kValues, 32 * plan.warps);
+    if (!has_values) ptx::barrier_wait(values_arrived(), 0);
     has_values = true;
   }
 
@@ -166,7 +172,7 @@ struct HeadsForward {
 
   __device__ __forceinline__ void compute() {
     set_zero(out[0]);
-    softmax.start(Policies::kHasSinks ? head_sink(p, now.h) : -infinity());
+    softmax.start(-infinity());
     scoring.start_tile(p, at.b, now.h);
     int key = visible_keys().begin / kLeastKeys * kLeastKeys;
 #pragma unroll 1
@@ -215,31 +221,31 @@ struct HeadsForward {
 #pragma unroll
     for (int k = 0; k < kCount / Core::kK; ++k) weights[k] = Core::from_accumulators(x[0], k);
     Dropping::drop(*this, weights, 0, place.n);
-    await_values<1>();
+    await_values();
     accumulate<Tile, kCount / Core::kK>(
         out, places, [&](int, int k) { return weights[k]; }, v_tile + key * Tile::kStride, 0);
   }
 
-  __device__ __forceinline__ void store() const {
+  __device__ __forceinline__ void store() {
     const int row = now.row + g();
     const bool exist[2] = {row < length_q(), row + 8 < length_q()};
+    const int b = ptx::opaque(static_cast<int>(blockIdx.x)) / (plan.parts * static_cast<int>(p.heads_k));
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      if (p.row_maxima.data && t() == r && exist[r]) write_largest(p, b, now.h, row + 8 * r, softmax.max[r]);
+    }
+    float shrink[2] = {1, 1};
+    if (p.has_sink) softmax.end(head_sink(p, now.h), 1, shrink);
     float totals[2], factors[2];
     bool empty[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       totals[r] = softmax.total(r);
       empty[r] = totals[r] == 0;
-      factors[r] = Dropping::keep_scale(p) * ptx::rcp(totals[r]);
-      scoring.write_centres(p, at.b, now.h, row + 8 * r, 0, r, totals[r], exist[r]);
+      factors[r] = Dropping::keep_scale(p) * shrink[r] * ptx::rcp(totals[r]);
+      scoring.write_centres(p, at.b, now.h, row + 8 * r, 0, r, totals[r] / shrink[r], exist[r]);
     }
-    const int b = ptx::opaque(static_cast<int>(blockIdx.x)) / (plan.parts * static_cast<int>(p.heads_k));
     softmax.write(p, b, now.h, row, totals, exist);
-    if constexpr (!Policies::kHasSinks) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        if (p.row_maxima.data && t() == r && exist[r]) write_largest(p, b, now.h, row + 8 * r, softmax.max[r]);
-      }
-    }
     store_rows(row_pointer<T>(p.out, b, now.h, row), 8 * p.out.row_stride, out[0], factors, empty, exist,
                static_cast<int>(p.head_dim_v));
   }

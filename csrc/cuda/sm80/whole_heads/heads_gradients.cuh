@@ -1,9 +1,9 @@
 // How the backward of whole heads makes weights and dS of a step: what a policy of gradients has.
 //   Rule                 the kernel's argument, of(p, keys): the rule of scores and the factors of sums
 //   statistics(words)    of a row: the number that is subtracted from its logits, and what is subtracted after it
-//   weigh_and_differentiate(kernel, tile, now, query, weights, dscores)
-//                        S^T of the queries from `query` on, within the tile, becomes P^T with dropout applied, and
-//                        dP^T becomes dS^T
+//   begin(kernel, tile, query)   before the products of the queries from `query` on, within the tile: what is read
+//   ahead weigh_and_differentiate(kernel, tile, now, query, begun, weights, dscores)
+//                        S^T of these queries becomes P^T with dropout applied, and dP^T becomes dS^T
 #pragma once
 
 #include "cuda/score/large_rows.cuh"
@@ -26,10 +26,14 @@ struct PlainHeadGradients {
     return {has_one_weight(words) ? mark_of_one_weight() : one_word(words.sum()), 0.f};
   }
 
+  template <class Kernel, class Tile>
+  static __device__ __forceinline__ Nothing begin(const Kernel&, const Tile&, int) {
+    return {};
+  }
   template <class Kernel, class Tile, class Stage, int N>
   static __device__ __forceinline__ void weigh_and_differentiate(const Kernel& kernel, const Tile& tile,
-                                                                 const Stage& now, int query, float (&weights)[1][N][4],
-                                                                 float (&dscores)[1][N][4]) {
+                                                                 const Stage& now, int query, Nothing,
+                                                                 float (&weights)[1][N][4], float (&dscores)[1][N][4]) {
     const int row = tile.row + query, key = kernel.key();
     const float *const lse = now.lse + query, *const delta = now.delta + query + 2 * t();
     if (has_mark<8 * N>(lse)) {
@@ -68,15 +72,22 @@ struct GeneralHeadGradients {
     static __device__ __forceinline__ float2 pair(Centre, int) { return {}; }
   };
 
+  template <class Kernel>
+  using Bias = TileBiasAhead<typename Kernel::Element, true, 1, Kernel::kStep / 8>;
+  template <class Kernel, class Tile>
+  static __device__ __forceinline__ Bias<Kernel> begin(const Kernel& kernel, const Tile& tile, int query) {
+    Bias<Kernel> bias(kernel.p, kernel.b, tile.h, kernel.mask(), tile.row + query, kernel.key());
+    bias.read();
+    return bias;
+  }
   template <class Kernel, class Tile, class Stage, int N>
   static __device__ __forceinline__ void weigh_and_differentiate(const Kernel& kernel, const Tile& tile,
-                                                                 const Stage& now, int query, float (&weights)[1][N][4],
-                                                                 float (&dscores)[1][N][4]) {
-    using Bias = TileBias<typename Kernel::Element, true, 1, N>;
-    using Gradient = TileBiasGradient<Bias, typename Kernel::Element, 1, N, RelativeGradient::kInAnyOrder, NoCentres>;
+                                                                 const Stage& now, int query, const Bias<Kernel>& bias,
+                                                                 float (&weights)[1][N][4], float (&dscores)[1][N][4]) {
+    using Gradient =
+        TileBiasGradient<Bias<Kernel>, typename Kernel::Element, 1, N, RelativeGradient::kInAnyOrder, NoCentres>;
     const int row = tile.row + query, key = kernel.key(), first = query + 2 * t();
     if (has_mark<8 * N>(now.log2_sum + query)) clear_rows_of_one_weight(dscores, now.log2_sum + query);
-    const Bias bias(kernel.p, kernel.b, tile.h, kernel.mask(), row, key);
     BiasSums<1, true> sums;
     Gradient gradient{kernel.p, bias, kernel.rule, NoCentres(), kernel.b, tile.h, true, sums};
     OptionalDropout::Columns<1> dropping(kernel.p, kernel.b, tile.h, key, row);

@@ -2,7 +2,6 @@
 // plain kernels are empty and compile to nothing.
 //   Mask            causal and window
 //   Scores, Dropping  as in the other forwards (score/score_policy.cuh, sm80/shared/dropout_policy.cuh)
-//   kHasSinks   whether calls of the forward may have sinks
 //   kLeastKeys      of a step of the forward
 //   Gradients       how scores and dP become weights and dS (heads_gradients.cuh)
 #pragma once
@@ -21,7 +20,6 @@ struct HeadsPolicies<kPlain> {
   using Dropping = NoDropout;
   template <class T, int kKeys>
   using Scores = PlainScores;
-  static constexpr bool kHasSinks = false;
   static constexpr int kLeastKeys = 16;
   using Gradients = PlainHeadGradients;
 };
@@ -31,7 +29,6 @@ struct HeadsPolicies<kUnmasked> {
   using Dropping = OptionalDropout;
   template <class T, int kKeys>
   using Scores = GeneralScores<T, 1, kKeys>;
-  static constexpr bool kHasSinks = true;
   static constexpr int kLeastKeys = 32;
   using Gradients = GeneralHeadGradients;
 };

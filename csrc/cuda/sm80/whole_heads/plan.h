@@ -61,8 +61,8 @@ struct HeadsForwardPlan {
     return {parts, (all + parts - 1) / parts, units, group, keys, warps};
   }
   int64_t blocks(const AttnParams& p) const { return p.batch * p.heads_k * parts; }
-  // columns: the class of head dims, of 16-bit elements. The generator of dropout takes the last bytes.
-  int64_t shared_bytes(int columns) const { return int64_t{2 * keys + warps * kRowStep} * columns * 2 + 16; }
+  // columns: the class of head dims, of 16-bit elements. The generator of dropout and a barrier take the last bytes.
+  int64_t shared_bytes(int columns) const { return int64_t{2 * keys + warps * kRowStep} * columns * 2 + 32; }
 };
 
 // A thread block has a KV head, and a warp for every 16 keys.

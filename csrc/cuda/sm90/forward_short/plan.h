@@ -1,0 +1,53 @@
+// How the forward of short sequences on Hopper divides a call into thread blocks, and the shared memory that it needs.
+// Host code, which choose.h reads too.
+#pragma once
+
+#include <algorithm>
+#include <limits>
+
+#include "cuda/host/call.h"
+#include "cuda/table/tiles.h"
+#include "params.h"
+
+namespace flashattn_ext::sm90 {
+
+constexpr int kShortRows = 64;     // of a unit: queries of one query head, as many as a warpgroup multiplies
+constexpr int kMostBoxRows = 256;  // of a TMA copy, which loads all keys
+
+// A thread block has one warpgroup, which computes `share` units of a KV head one after another. The units of a KV head
+// are those of all its query heads. Thread blocks are numbered in the order of KV heads.
+struct ShortForwardPlan {
+  int parts;  // thread blocks of a KV head
+  int share;  // units of a thread block
+  int units;  // of a query head
+  int group;  // query heads of a KV head
+  int keys;   // rows of a tile of keys in shared memory
+
+  // A thread block loads all keys of its KV head, in a quarter of the time of a unit. The share is the one with which
+  // the multiprocessors need the least time for all thread blocks, as many at once as are resident.
+  static ShortForwardPlan of(const AttnParams& p, const ShortForwardTile& tile, int multiprocessors) {
+    constexpr int kUnitTime = 4, kLoadTime = 1, kMostShare = 16;
+    const int units = static_cast<int>(tile_count(p.seqlen_q, kShortRows)), group = static_cast<int>(p.group_size());
+    const int all = units * group;
+    const int64_t resident = int64_t{tile.blocks} * multiprocessors;
+    int parts = all;
+    int64_t least = std::numeric_limits<int64_t>::max();
+    for (int share = 1; share <= std::min(all, kMostShare); ++share) {
+      const int64_t blocks = p.batch * p.heads_k * tile_count(all, share);
+      const int64_t time = tile_count(blocks, resident) * (share * kUnitTime + kLoadTime);
+      if (time >= least) continue;
+      least = time;
+      parts = static_cast<int>(tile_count(all, share));
+    }
+    const int keys = static_cast<int>(tile_count(std::max<int64_t>(p.seqlen_k, 1), kLeastKeys)) * kLeastKeys;
+    return {parts, static_cast<int>(tile_count(all, parts)), units, group, keys};
+  }
+  int64_t blocks(const AttnParams& p) const { return p.batch * p.heads_k * parts; }
+  // columns: the class of head dims, of 16-bit elements. Barriers take the last bytes.
+  int64_t shared_bytes(int columns) const { return int64_t{2 * keys + kShortRows} * columns * 2 + kBarrierBytes; }
+
+  static constexpr int kLeastKeys = 32;  // of a step
+  static constexpr int kBarrierBytes = 32;
+};
+
+}  // namespace flashattn_ext::sm90
