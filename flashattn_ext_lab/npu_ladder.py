@@ -235,7 +235,7 @@ RUNGS = {
     "forward": lambda: _whole(backward=False),
     "backward": lambda: _whole(backward=True),
     "every kernel": _every_kernel,
-    "beside torch": _beside_torch,
+    "compared with torch": _beside_torch,
 }
 
 

@@ -55,6 +55,7 @@ RULES = [
     Rule(r"pip install --no-build-isolation.*", AS_WRITTEN),
     Rule(r"FLASHATTN_EXT_CUDA=0 .*", AS_WRITTEN),
     Rule(r"pip install \"transformers>=4\.57\" accelerate", AS_WRITTEN),
+    Rule(r"pip uninstall flashattn_ext", "pip show flashattn_ext"),  # shows that it is installed under this name
     Rule(r"python examples/\w+\.py", "{} --steps 20"),
     Rule(r"python -m build --sdist", "{} --outdir ../again"),
     Rule(r"python -m flashattn_ext doctor", AS_WRITTEN),

@@ -6,6 +6,7 @@ tools/plot_speed.py        reads docs/results/h200_peers.md, writes docs/speed_h
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,12 +16,17 @@ DOCS = Path(__file__).parents[1] / "docs"
 TABLE = DOCS / "results" / "h200_peers.md"
 PICTURE = DOCS / "speed_h200.png"
 # The columns of each contestant. cuDNN is called in two ways, of which the faster one counts.
-COLUMNS = {"flashattn_ext": ("ours",), "FlashAttention-4": ("FA-4",), "cuDNN": ("cuDNN", "cuDNN's frontend")}
-COLORS = {"flashattn_ext": "#d1495b", "FlashAttention-4": "#edae49", "cuDNN": "#66a182"}
+COLUMNS = {
+    "flashattn_ext": ("ours",),
+    "FlashAttention-3": ("FA-3",),
+    "FlashAttention-4": ("FA-4",),
+    "cuDNN": ("cuDNN", "cuDNN's frontend"),
+}
+COLORS = {"flashattn_ext": "#d1495b", "FlashAttention-3": "#30638e", "FlashAttention-4": "#edae49", "cuDNN": "#66a182"}
 LENGTHS, TOKENS = (512, 1024, 2048, 4096, 8192, 16384), 16384
 HEAD_DIMS, OTHER_HEAD_DIMS, PASSES = (64, 128), (80, 96, 160, 256), ("forward", "backward")
 
-# (head_dim, sequence length, mask, pass) -> contestant -> TFLOP/s in bursts
+# (head_dim, sequence length, mask, pass) -> contestant -> TFLOP/s in bursts; NaN: it could not be called
 Rates = dict[tuple[int, int, str, str], dict[str, float]]
 
 
@@ -38,7 +44,8 @@ def read_rates(text: str) -> Rates:
         bursts = dict(zip(header[: header.index("/best")], cells, strict=False))
         S, D = map(int, shape.groups())
         rates[D, S, bursts["mask"], bursts["pass"]] = {
-            name: max(float(bursts[column]) for column in columns) for name, columns in COLUMNS.items()
+            name: max(float(bursts[column].replace("-", "nan")) for column in columns)
+            for name, columns in COLUMNS.items()
         }
     return rates
 
@@ -63,7 +70,9 @@ def draw(rates: Rates, mask: str, path: Path) -> None:
     grid[-1][2].set_xlabel(f"head dim (one sequence of {TOKENS} tokens)")
     handles, labels = grid[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="upper center", ncols=len(COLUMNS), frameon=False)
-    figure.suptitle(f"{mask} attention, bf16, one H200", y=0.94, fontsize=11)
+    figure.suptitle(
+        f"{mask} attention, bf16, one H200, bursts of 5 ms (no bar: could not be called)", y=0.94, fontsize=11
+    )
     figure.tight_layout(rect=(0, 0, 1, 0.97))
     figure.savefig(path, dpi=80)
 
@@ -74,7 +83,8 @@ def _draw_bars(axes: Any, groups: Mapping[str, Mapping[str, float]]) -> None:
         left = (number - (len(COLUMNS) - 1) / 2) * width
         at = [index + left for index in range(len(groups))]
         bars = axes.bar(at, [rates[name] for rates in groups.values()], width, label=name, color=COLORS[name])
-        axes.bar_label(bars, fmt="%.0f", fontsize=7, rotation=90, padding=2)
+        labels = ["" if math.isnan(rates[name]) else f"{rates[name]:.0f}" for rates in groups.values()]
+        axes.bar_label(bars, labels, fontsize=6, rotation=90, padding=2)
     axes.set_xticks(range(len(groups)), list(groups))
     axes.margins(y=0.15)
     axes.spines[["top", "right"]].set_visible(False)

@@ -212,7 +212,7 @@ def test_doctor_says_where_torchs_own_attention_drops_the_mask() -> None:
     text = on_device(
         """
         from flashattn_ext_lab import npu_ladder
-        assert npu_ladder.main("beside torch") == 0
+        assert npu_ladder.main("compared with torch") == 0
     """,
         TEST_NPU_SDPA="drops_mask",
     )

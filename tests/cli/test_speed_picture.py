@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from pathlib import Path
 from types import ModuleType
 
@@ -31,9 +32,10 @@ def test_rates_are_those_of_the_table(tool: ModuleType) -> None:
         "| 12x64x256x64 | full, fp16 | forward | 1 | 2 | 3 | - | 4 | 0.5 | 1 | 2 | 3 | - | 4 | 0.5 |\n"
     )
     rates = tool.read_rates("# Title\n\n| 128 | causal | 1.0 |\n\n" + header + rows)
-    assert rates == {
-        (128, 4096, "causal", "forward"): {"flashattn_ext": 675, "FlashAttention-4": 636, "cuDNN": 580},
-    }
+    assert [*rates] == [(128, 4096, "causal", "forward")]
+    (bars,) = rates.values()
+    assert math.isnan(bars.pop("FlashAttention-3")), "it could not be called"
+    assert bars == {"flashattn_ext": 675, "FlashAttention-4": 636, "cuDNN": 580}
 
 
 def test_every_bar_of_the_picture_has_a_row(tool: ModuleType, tmp_path: Path) -> None:
