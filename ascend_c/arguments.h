@@ -26,11 +26,10 @@ struct Arguments : AttnGradParams {
   static constexpr bool kDealsByArea = true;  // schedule.h, likewise
   static constexpr bool kLongSteps = false;   // SizesOf
 
-  PlainScore<float, false> score;  // score.h
-  float cap = 0;                   // softcap; 0: none
-  float inner = 0;                 // softmax_scale / softcap
-  float inverse_keep = 1.0f;       // 1 / p_keep of dropout
-  bool exact_scale = false;        // softmax_scale is a power of two
+  ScoreRule<float, void> score;  // score.h
+  float cap = 0;                 // of the score's tanh, in natural units; 0: none
+  float inverse_keep = 1.0f;     // 1 / p_keep of dropout
+  bool exact_scale = false;      // softmax_scale is a power of two
 
   // Backward, in the workspace: per-row values and sums of all rows of a head, one head after the other, in fp32.
   int64_t rows_q = 0, rows_k = 0;  // rows per head: total_q or batch * seqlen_q; likewise for keys
@@ -53,7 +52,7 @@ struct Arguments : AttnGradParams {
   void* keep_mask = nullptr;  // dropout_mask: [B, Hq, Sq, Sk], a byte for each score
 
   // Whether the call has an option of ArgumentsWith, like the functions of AttnParams.
-  FLASHATTN_HOST_DEVICE bool has_softcap() const { return cap > 0; }
+  FLASHATTN_HOST_DEVICE bool has_score_option() const { return score.changes_products(); }
   FLASHATTN_HOST_DEVICE bool has_bias_gradient() const { return dalibi_slopes || drelative_bias || dbias.data; }
   // Dropout without biases and a Mask, for which the forward has a faster way.
   FLASHATTN_HOST_DEVICE bool has_dropout_alone() const { return has_dropout() && !has_bias() && !has_intervals(); }
@@ -71,11 +70,11 @@ struct Arguments : AttnGradParams {
 
 // Options that kernels may be compiled without, as bits: their code is large, and few calls have them. Short steps are
 // an option of the forward: a kernel without it has long ones (has_long_steps in dispatch.h).
-constexpr uint32_t kSoftcap = 1, kBiases = 2, kMask = 4, kDropout = 8, kShortSteps = 16;
+constexpr uint32_t kScoreOption = 1, kBiases = 2, kMask = 4, kDropout = 8, kShortSteps = 16;
 // The sets of options in the table of kernels.
-constexpr uint32_t kLongOptions = 0, kPlainOptions = kSoftcap | kShortSteps, kDropoutOptions = kPlainOptions | kDropout,
-                   kMaskOptions = kPlainOptions | kMask, kBiasOptions = kMaskOptions | kBiases,
-                   kEveryOption = kBiasOptions | kDropout;
+constexpr uint32_t kLongOptions = 0, kPlainOptions = kScoreOption | kShortSteps,
+                   kDropoutOptions = kPlainOptions | kDropout, kMaskOptions = kPlainOptions | kMask,
+                   kBiasOptions = kMaskOptions | kBiases, kEveryOption = kBiasOptions | kDropout;
 
 // The arguments of a kernel that is compiled with these options alone. Its code asks them whether a call has an option
 // in the way it asks Arguments, which stand for every option, and the compiler leaves out the code of the others.
@@ -84,7 +83,9 @@ struct ArgumentsWith : Arguments {
   static constexpr bool kFindsDelta = kOptions != kEveryOption, kDealsByArea = kFindsDelta;
   static constexpr bool kLongSteps = !(kOptions & kShortSteps);
 
-  FLASHATTN_HOST_DEVICE bool has_softcap() const { return (kOptions & kSoftcap) && Arguments::has_softcap(); }
+  FLASHATTN_HOST_DEVICE bool has_score_option() const {
+    return (kOptions & kScoreOption) && Arguments::has_score_option();
+  }
   FLASHATTN_HOST_DEVICE bool has_bias() const { return (kOptions & kBiases) && Arguments::has_bias(); }
   FLASHATTN_HOST_DEVICE bool has_bias_gradient() const {
     return (kOptions & kBiases) && Arguments::has_bias_gradient();

@@ -149,7 +149,7 @@ class BackwardVector : VectorCore {
   __aicore__ explicit BackwardVector(const A& arguments)
       : a(arguments),
         workspace(arguments),
-        chunk_rows(arguments.has_softcap() && arguments.has_dropout() ? kGroupRows : kGradRows),
+        chunk_rows(arguments.has_score_option() && arguments.has_dropout() ? kGroupRows : kGradRows),
         biases(arguments),
         intervals(arguments),
         bias_gradients(arguments, &biases),
@@ -239,7 +239,7 @@ class BackwardVector : VectorCore {
   static constexpr int32_t kIsolationEvent = 2;  // from V to MTE3
 
   __aicore__ bool has_product() const {
-    return a.has_dropout() || a.has_softcap() || a.has_bias() || a.has_intervals();
+    return a.has_dropout() || a.has_score_option() || a.has_bias() || a.has_intervals();
   }
 
   // Loads lse and delta of the step's rows.
@@ -276,7 +276,7 @@ class BackwardVector : VectorCore {
     GiveLoadBuffers();
   }
   // Sets P to NaN in rows whose gradient of out is not finite (dS becomes NaN by itself). Zeroes hidden values of P, dS
-  // and the derivative of softcap.
+  // and the slope of a score option.
   __aicore__ void ClearHiddenWeights(const GradStep& step, const ScoreChunk& chunk, int32_t row,
                                      const AscendC::LocalTensor<float>& ds, const AscendC::LocalTensor<float>& slope) {
     using namespace AscendC;
@@ -287,7 +287,7 @@ class BackwardVector : VectorCore {
     for (int32_t c = 0; c < chunk.columns(); c += kLanes)
       Add(chunk.s[c], chunk.s[c], wide, kLanes, chunk.rows, {1, 1, 0, pitch, pitch, 1});
     Barrier();
-    const int32_t count = a.has_softcap() ? 3 : 2;
+    const int32_t count = a.has_score_option() ? 3 : 2;
     ScoreChunk cleared = chunk;
     FLASHATTN_ROLLED for (int32_t which = 0; which < count; ++which) {
       if (which > 0) cleared.s = which == 1 ? ds : slope;
@@ -317,14 +317,14 @@ class BackwardVector : VectorCore {
     WaitFlag<HardEvent::MTE3_V>(buffer);
     if (bias_gradients.any()) bias_gradients.TakeScratch();
     ScaleProducts<T>(a, chunk, scratch);
-    // Until P and dS are rounded, their buffers hold the derivative of softcap and the dropout masks.
+    // Until P and dS are rounded, their buffers hold the slope of a score option and the dropout masks.
     const LocalTensor<float> slope = rounded_p.template ReinterpretCast<float>();
-    const LocalTensor<T> masks = a.has_softcap() ? rounded_ds : rounded_p;
+    const LocalTensor<T> masks = a.has_score_option() ? rounded_ds : rounded_p;
     static_assert(Dropout::MasksOf(kGradRows / kGroupRows * kAcross) * 4 <= 2 * kChunk * int32_t(sizeof(T)) &&
                       Dropout::MasksOf(kAcross) * 4 <= kChunk * int32_t(sizeof(T)) &&
                       kGroupRows * kGradPitch * 4 <= kChunk * int32_t(sizeof(T)),
                   "they are large enough");
-    if (a.has_softcap()) SlopeOfCap(a, chunk, slope);
+    if (a.has_score_option()) SlopeOfCap(a, chunk, slope);
     BiasAndHide(a, task, step.head, chunk, &biases, &intervals, scratch);
     Brcb(lse_wide, lse[row], RoundUp(rows, 8) / 8, {1, 8});
     Brcb(delta_wide, delta[row], RoundUp(rows, 8) / 8, {1, 8});
@@ -338,14 +338,15 @@ class BackwardVector : VectorCore {
         ClearHidden(a, task, hidden, &intervals, product);
       }
       if (a.has_dropout()) DropGradients(a, chunk, ds, &dropout, dropped, row / kGroupRows);
-      // lse is no longer needed. Without `product` there is no softcap and no dropout, whose values lie in `rounded`.
+      // lse is no longer needed. Without `product` there is no score option and no dropout, whose values lie in
+      // `rounded`.
       static_assert(2 * kLanes <= kGradPitch, "a chunk of scores has room for two columns of 64");
       row_delta.Find(chunk, ds, step.head, lse[row], delta[row], delta_wide, has_product() ? product : slope, lse_wide);
     }
     Differentiate(a, chunk, ds, delta_wide, &dropout, dropped, row / kGroupRows, finds_delta);
     if (a.has_intervals() && step.isolates) ClearHiddenWeights(step, chunk, row, ds, slope);
     if (bias_gradients.any()) bias_gradients.Add(task, step.head, chunk, row, ds, product);
-    if (a.has_softcap()) {
+    if (a.has_score_option()) {
       Barrier();  // the stores of a bias's gradient have read dS
       Mul(ds, ds, slope, kLanes, chunk.repeats(), {1, 1, 1, 8, 8, 8});
       Barrier();

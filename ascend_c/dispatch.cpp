@@ -25,8 +25,10 @@ std::string supports(const AttnParams& p, bool backward) {
     return "return_max_logits is not implemented by the Ascend C kernels; leave it out, and use the CPU or CUDA "
            "backend "
            "where the largest logits are looked at";
-  const std::string lacking = refuses_origin(p, "Ascend C");
-  if (!lacking.empty()) return lacking;
+  for (const std::string& lacking :
+       {refuses_origin(p, "Ascend C"), refuses_score_options(p, {"softcap"}, "Ascend C")}) {
+    if (!lacking.empty()) return lacking;
+  }
   constexpr int64_t kLongest = int64_t{1} << 30;
   if (std::max(p.seqlen_q, p.total_q) > kLongest || std::max(p.seqlen_k, p.total_k) > kLongest)
     return "sequences longer than 2^30 are not implemented by the Ascend C kernels; shorten them";
@@ -85,12 +87,11 @@ void carve_backward(Carver* carver, Arguments* a, int64_t all_cores) {
 }
 
 void set_numbers(Arguments* a) {
-  a->score = PlainScore<float, false>::of(*a);
+  a->score = ScoreRule<float, void>::of(*a);
   int exponent;
   const float scale = a->score.softmax_scale;  // above 1 a product may overflow
   a->exact_scale = scale <= 1 && std::isnormal(scale) && std::frexp(scale, &exponent) == 0.5f;
   a->cap = static_cast<float>(a->softcap);
-  a->inner = a->softcap > 0 ? static_cast<float>(a->softmax_scale / a->softcap) : 0.0f;
   a->inverse_keep = static_cast<float>(1.0 / keep_probability(a->dropout_threshold));
   a->slope_blocks = a->is_varlen() ? a->total_k / kRows + a->batch + 1 : (a->seqlen_k + kRows - 1) / kRows;
   a->relative_pitch = (2 * (a->relative_reach + kDiagonalMargin) + 8) / 8 * 8;
@@ -103,7 +104,7 @@ void set_numbers(Arguments* a) {
 bool has_long_steps(const AttnParams& p) {
   constexpr Tiling kLong = kTilingOfLongSteps;
   if (p.dtype == DType::kFloat32 || std::max(p.head_dim, p.head_dim_v) > kLong.head_dim) return false;
-  if (p.softcap > 0 || p.has_bias() || p.has_intervals() || p.has_dropout()) return false;
+  if (p.has_score_option() || p.has_bias() || p.has_intervals() || p.has_dropout()) return false;
   const int64_t sequences = std::max<int64_t>(p.batch, 1);
   const int64_t seqlen_q = p.is_varlen() ? p.total_q / sequences : p.seqlen_q;
   const int64_t seqlen_k = p.is_varlen() ? p.total_k / sequences : p.seqlen_k, row = (seqlen_q - 1) / 2;
@@ -161,7 +162,7 @@ size_t kernel_of(Stage stage, const Arguments& a) {
 #define FLASHATTN_ROW(cores, stage, type, options, name) {Stage::stage, DType::type, options},
   static constexpr Row kRows[] = {FLASHATTN_KERNELS(FLASHATTN_ROW)};
 #undef FLASHATTN_ROW
-  const uint32_t has = (a.has_softcap() ? kSoftcap : 0) | (a.has_bias() ? kBiases : 0) |
+  const uint32_t has = (a.has_score_option() ? kScoreOption : 0) | (a.has_bias() ? kBiases : 0) |
                        (a.has_intervals() ? kMask : 0) | (a.has_dropout() ? kDropout : 0) |
                        (has_long_steps(a) ? 0 : kShortSteps);
   const auto runs = [&](const Row& row) {

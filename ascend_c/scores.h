@@ -46,7 +46,7 @@ __aicore__ inline void CapLogits(const Arguments& a, const ScoreChunk& chunk, co
   if (sizeof(T) == 2 && a.cap <= kLargeCap) {
     const LocalTensor<float> numerator = scratch.data;
     Duplicate(numerator, -2 * a.cap, 8);
-    Muls(s, s, 2 * a.inner, kLanes, all, dense);
+    Muls(s, s, 2 * a.score.inner, kLanes, all, dense);
     PipeBarrier<PIPE_V>();
     Exp(s, s, kLanes, all, dense);
     PipeBarrier<PIPE_V>();
@@ -58,7 +58,7 @@ __aicore__ inline void CapLogits(const Arguments& a, const ScoreChunk& chunk, co
     PipeBarrier<PIPE_V>();
     return;
   }
-  Muls(s, s, a.inner, kLanes, all, dense);
+  Muls(s, s, a.score.inner, kLanes, all, dense);
   PipeBarrier<PIPE_V>();
   Mins(s, s, 9.0f, kLanes, all, dense);
   PipeBarrier<PIPE_V>();
@@ -103,7 +103,7 @@ __aicore__ inline void SlopeOfCap(const Arguments& a, const ScoreChunk& chunk,
 // Turns products into logits without biases.
 template <typename T, class A>
 __aicore__ inline void ScaleProducts(const A& a, const ScoreChunk& chunk, const Scratch& scratch) {
-  if (a.has_softcap()) return CapLogits<T>(a, chunk, scratch);
+  if (a.has_score_option()) return CapLogits<T>(a, chunk, scratch);
   AscendC::Muls(chunk.s, chunk.s, a.score.softmax_scale, kLanes, chunk.repeats(), {1, 1, 8, 8});
   AscendC::PipeBarrier<PIPE_V>();
 }
@@ -243,7 +243,7 @@ class OnlineSoftmax {
  private:
   // Whether products are scaled where the maximum is subtracted, in one instruction: where nothing else comes between,
   // and the scale is a power of two, so that the product is exact and the result has the bits of two instructions.
-  __aicore__ bool ScalesLate() const { return a.exact_scale && !a.has_softcap() && !a.has_bias(); }
+  __aicore__ bool ScalesLate() const { return a.exact_scale && !a.has_score_option() && !a.has_bias(); }
   __aicore__ static void Barrier() { AscendC::PipeBarrier<PIPE_V>(); }
   __aicore__ static int32_t At(const Task& task) { return task.number % kStatisticsRing * kHalf; }
 

@@ -81,6 +81,18 @@ struct Origin {
   int32_t length_mask = -1;
 };
 
+// The options of a score: numbers that change what the logit of a product is (score.h). From a row come an argument of
+// the ops (options.def), a field of AttnParams, the value there (call_params.cpp), and the refusal of backends that do
+// not compute the option (refuses_score_options).
+//
+// CALL_SCORE(name, off, takers, accepts, expected, effective)
+//
+// off: the default, of a call without the option. takers, accepts, expected: as of CALL_NUMBER in options.def.
+// effective: what kernels get for a `value`; `off` where the value changes no logit.
+#define FLASHATTN_SCORE_OPTIONS(CALL_SCORE)                            \
+  CALL_SCORE(softcap, 0, kEveryOp, std::isfinite(value) && value >= 0, \
+             "softcap: expected a finite number above 0, or 0 for none", value < kUncapped ? value : 0)
+
 struct AttnParams {
   DType dtype = DType::kFloat32;  // the dtype of q; except in fp8 calls, every input and out have it too
   // Keys and values are fp8, and q is, or in a decoding call may be bfloat16. The value of an element is
@@ -131,10 +143,11 @@ struct AttnParams {
 
   Origin origin;
 
-  // score.h: s -> softcap * tanh(s / softcap); 0: none. Below kUncapped.
-  double softcap = 0;
-  // bias.h: additive terms, after the softcap. Each is absent when its data is nullptr. Slopes and the relative bias
-  // are fp32 (fp64 for fp64 inputs).
+#define CALL_SCORE(name, off, ...) double name = off;
+  FLASHATTN_SCORE_OPTIONS(CALL_SCORE)
+#undef CALL_SCORE
+  // bias.h: additive terms, after the options of a score. Each is absent when its data is nullptr. Slopes and the
+  // relative bias are fp32 (fp64 for fp64 inputs).
   const void* alibi_slopes = nullptr;  // [Hq], or [B, Hq] with alibi_batch_stride = Hq
   int64_t alibi_batch_stride = 0;
   const void* relative_bias = nullptr;  // [Hq, 2 * relative_reach + 1], contiguous
@@ -159,6 +172,13 @@ struct AttnParams {
   void* stream = nullptr;  // CPU: const CpuExecutor*; CUDA: cudaStream_t; Ascend: aclrtStream
 
   FLASHATTN_HOST_DEVICE bool is_varlen() const { return cu_seqlens_q != nullptr; }
+#if !defined(FLASHATTN_NO_DOUBLE)
+  FLASHATTN_HOST_DEVICE bool has_score_option() const {
+#define CALL_SCORE(name, off, ...) || name != off
+    return false FLASHATTN_SCORE_OPTIONS(CALL_SCORE);
+#undef CALL_SCORE
+  }
+#endif
   FLASHATTN_HOST_DEVICE bool has_bias() const { return alibi_slopes || relative_bias || bias.data; }
   FLASHATTN_HOST_DEVICE bool has_intervals() const { return intervals.data != nullptr; }
   FLASHATTN_HOST_DEVICE bool has_dropout() const { return dropout_threshold < 256; }

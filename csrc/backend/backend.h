@@ -2,8 +2,10 @@
 // type.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <functional>
+#include <initializer_list>
 #include <string>
 #include <vector>
 
@@ -83,6 +85,21 @@ inline std::string refuses_origin(const AttnParams& p, const std::string& kernel
          "by the " +
          kernels + " kernels, got row " + std::to_string(p.origin.row) + " and key " + std::to_string(p.origin.key) +
          "; cut the call at such multiples, or use the CPU backend";
+}
+
+// Why a backend refuses an option of a score that is not among those that it computes, by name; empty if the call has
+// none.
+inline std::string refuses_score_options(const AttnParams& p, std::initializer_list<std::string> computed,
+                                         const std::string& kernels) {
+  const auto lacks = [&](const std::string& name) {
+    return std::find(computed.begin(), computed.end(), name) == computed.end();
+  };
+#define CALL_SCORE(name, off, ...)   \
+  if (p.name != off && lacks(#name)) \
+    return #name " is not implemented by the " + kernels + " kernels; leave it out, or use the CPU or CUDA backend";
+  FLASHATTN_SCORE_OPTIONS(CALL_SCORE)
+#undef CALL_SCORE
+  return {};
 }
 
 // Why a backend without kernels for fp8 inputs refuses a call; empty if the call has none.

@@ -173,8 +173,13 @@ void set_options(const AttnCall& c, AttnParams* params) {
   p.window_left = c.window_left.expect_int();
   p.window_right = c.causal ? 0 : c.window_right.expect_int();  // causal caps the right side, and no side is below 0
   p.softmax_scale = c.softmax_scale.expect_float();
-  const double softcap = c.softcap.expect_float();
-  p.softcap = softcap < kUncapped ? softcap : 0;
+#define CALL_SCORE(name, off, takers, accepts, expected, effective) \
+  {                                                                 \
+    const double value = c.name.expect_float();                     \
+    p.name = effective;                                             \
+  }
+  FLASHATTN_SCORE_OPTIONS(CALL_SCORE)
+#undef CALL_SCORE
   set_scores(c, &p);
   p.has_sink = c.smooth_softmax || c.sink;
   p.dropout_threshold = dropout_threshold(c.dropout_p.expect_float());

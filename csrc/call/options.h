@@ -5,6 +5,8 @@
 #include <string>
 #include <string_view>
 
+#include "params.h"  // FLASHATTN_SCORE_OPTIONS
+
 namespace flashattn_ext {
 
 enum class OptionType { kTensor, kInteger, kNumber, kFlag, kIntegers, kDtype };

@@ -419,11 +419,11 @@ class Chooser {
 
   // --- backwards -----------------------------------------------------------------------------------------------------
 
-  // The kernel of a backward with few rows: dense float16 and bfloat16 calls with head dims up to 128, without softcap
-  // and biases, whose packed rows of one KV head fit in a tile. With more rows the kernels of sm80/ and sm90/ keep the
-  // tensor cores busy.
+  // The kernel of a backward with few rows: dense float16 and bfloat16 calls with head dims up to 128, without options
+  // of a score and biases, whose packed rows of one KV head fit in a tile. With more rows the kernels of sm80/ and
+  // sm90/ keep the tensor cores busy.
   TableRow few_rows_row(const AttnGradParams& p, const KernelCall& call) const {
-    if (p.softcap > 0 || p.has_bias() || p.has_intervals() || p.has_dropout()) return {};
+    if (p.has_score_option() || p.has_bias() || p.has_intervals() || p.has_dropout()) return {};
     // The packed rows of a KV head must fit in a tile, but a varlen sequence may have more queries than max_seqlen_q.
     if (p.is_varlen() || p.seqlen_q == 0 || p.heads_q == 0 || p.seqlen_k < kLeastSplitKeys) return {};
     // The tile of 16 rows of the kernels for every GPU is as fast: on an H200 1 x 1 x 65536 keys of 32:8 heads of 128

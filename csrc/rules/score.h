@@ -20,12 +20,11 @@
 // Biases (bias.h) are no part of a rule. They are added to the logit and do not change its derivative with respect to
 // the product: log2(e) * logit = factor * x + bias, with the bias in units of log2 (in_log2_units).
 //
-// Rounding. In calls without biases and softcap the exponent is fma(factor, x, -offset), whose product is exact, so
-// that the weights of a row have no rounding error beyond that of their common offset, which their sum has too. From
-// kRoundsProducts on the product is rounded first.
+// Rounding. In calls without biases and options of a score the exponent is fma(factor, x, -offset), whose product is
+// exact, so that the weights of a row have no rounding error beyond that of their common offset, which their sum has
+// too. From kRoundsProducts on the product is rounded first.
 //
-// A rule is a small struct that the host fills and a kernel takes by value and as a template argument. A new rule is a
-// struct here with the members of PlainScore.
+// A rule is a small struct that the host fills and a kernel takes by value and as a template argument.
 #pragma once
 
 #include <limits>
@@ -97,13 +96,84 @@ constexpr double kUncapped = static_cast<double>(int64_t{1} << 60);
 // for 16-bit inputs. Larger softcaps need a tanh with a small relative error.
 constexpr float kLargeCap = 1000;
 
-// The rule of a call without options: a logit is the scaled product.
+// In place of Math below, in kernels for calls without an option of a score. kOrdered: stored scores have the order of
+// the logits, which kernels with an online softmax need for the maximum. Such kernels negate the products when
+// softmax_scale is negative, here or in an operand. Kernels that know the log-sum-exp leave the sign in the factor at
+// no cost.
+template <bool kOrdered>
+struct PlainProducts {};
+
+// The rule of every call. An option of a score is a row of FLASHATTN_SCORE_OPTIONS (params.h) and what this struct does
+// with it.
 //
-// Real: the compute type, float or double. kOrdered: stored scores have the order of the logits, which kernels with an
-// online softmax need for the maximum. Such kernels negate the products when softmax_scale is negative, here or in an
-// operand. Kernels that know the log-sum-exp leave the sign in the factor at no cost.
+// Now that is softcap alone: a logit is cap * tanh(softmax_scale * <q, k> / cap). The stored score x is then the tanh:
+// it has the order of the logits, and the slope is 1 - x^2. Without options x is the product.
+//
+// Real: the compute type, float or double. Math: the backend's tanh, static V of(V, bool is_large), with the accuracy
+// that the input type needs, and a small relative error if is_large; void in rules that store no score.
+template <class Real, class Math>
+struct ScoreRule {
+  static constexpr bool kConstantSlope = false;
+
+  bool changes = false;        // whether the call has an option of a score
+  bool is_large = false;       // a softcap above kLargeCap
+  Real factor = kLog2E<Real>;  // of stored scores: log2(e) * cap
+  Real softmax_scale = 1;
+  // In calls with an option the stored score is a function of inner * product, and inverse is 1 / factor.
+  Real inner = 0, inverse = 0;
+
+#if !defined(FLASHATTN_NO_DOUBLE)  // called on the host
+  FLASHATTN_HOST_DEVICE static ScoreRule of(const AttnParams& p) {
+    const auto plain = ScoreRule<Real, PlainProducts<false>>::of(p);
+    if (!p.has_score_option()) return {false, false, plain.factor, plain.softmax_scale, 0, 0};
+    const Real factor = static_cast<Real>(p.softcap * kLog2E<double>);
+    const Real inner = static_cast<Real>(p.softmax_scale / p.softcap);
+    return {true, p.softcap > kLargeCap, factor, plain.softmax_scale, inner, 1 / factor};
+  }
+#endif
+  template <class Other>
+  FLASHATTN_HOST_DEVICE ScoreRule<Real, Other> with() const {
+    return {changes, is_large, factor, softmax_scale, inner, inverse};
+  }
+  // The rule for products that still lack the factor `scale`, which may be negative. Its slopes are not those of the
+  // call.
+  FLASHATTN_HOST_DEVICE ScoreRule times(Real scale) const {
+    return {changes, is_large, changes ? factor : factor * scale, softmax_scale, inner * scale, inverse};
+  }
+
+  // Whether stored(product) is not the product. Kernels skip that pass where it is.
+  FLASHATTN_HOST_DEVICE bool changes_products() const { return changes; }
+  // V: Real, or a vector of Real.
+  template <class V>
+  FLASHATTN_HOST_DEVICE V stored(V product) const {
+    return changes ? changed(product) : product;
+  }
+  template <class V>
+  FLASHATTN_HOST_DEVICE V times_slope(V gradient, V x) const {
+    return changes ? slope(x, gradient) : gradient;
+  }
+
+  // The rest is for calls with an option. The stored score, whose size does not exceed bound().
+  template <class V>
+  FLASHATTN_HOST_DEVICE V changed(V product) const {
+    return Math::of(product * inner, is_large);
+  }
+  FLASHATTN_HOST_DEVICE static constexpr Real bound() { return 1; }
+  // The slope at x, times the gradient.
+  template <class V>
+  FLASHATTN_HOST_DEVICE V slope(V x, V gradient) const {
+    return gradient - gradient * (x * x);
+  }
+  // The derivative of the slope by softmax_scale * <q, k>, divided by the slope.
+  template <class V>
+  FLASHATTN_HOST_DEVICE V curvature(V x) const {
+    return -2 * kLog2E<Real> * inverse * x;
+  }
+};
+
+// The rule of kernels for calls without an option of a score.
 template <class Real, bool kOrdered>
-struct PlainScore {
+struct ScoreRule<Real, PlainProducts<kOrdered>> {
   static constexpr bool kConstantSlope = true;  // times_slope ignores x, so that kernels need not keep it
 
   // The default is the rule for softmax_scale = 1.
@@ -112,7 +182,7 @@ struct PlainScore {
   bool negates = false;  // x is the negated product; false when not kOrdered
 
 #if !defined(FLASHATTN_NO_DOUBLE)  // called on the host
-  FLASHATTN_HOST_DEVICE static PlainScore of(const AttnParams& p) {
+  FLASHATTN_HOST_DEVICE static ScoreRule of(const AttnParams& p) {
     const bool negative = p.softmax_scale < 0;
     const Real size = static_cast<Real>((negative ? -p.softmax_scale : p.softmax_scale) * kLog2E<double>);
     // A factor of 0 would turn a masked score, -inf, into NaN. Derivatives multiply exponents by the inverse.
@@ -122,10 +192,7 @@ struct PlainScore {
   }
 #endif
 
-  // Whether stored(product) == product, so that a kernel can skip that pass.
-  FLASHATTN_HOST_DEVICE bool stores_products() const { return !negates; }
-
-  // V: Real, or a vector of Real.
+  FLASHATTN_HOST_DEVICE bool changes_products() const { return negates; }
   template <class V>
   FLASHATTN_HOST_DEVICE V stored(V product) const {
     if constexpr (!kOrdered) return product;
@@ -134,41 +201,6 @@ struct PlainScore {
   template <class V>
   FLASHATTN_HOST_DEVICE V times_slope(V gradient, V) const {
     return gradient;
-  }
-};
-
-// The rule of softcap: a logit is cap * tanh(softmax_scale * <q, k> / cap). The stored score x is the tanh: it has the
-// order of the logits, and the slope is 1 - x^2.
-//
-// Tanh: the backend's tanh, static V of(V), with the accuracy that the input type needs.
-template <class Real, class Tanh>
-struct CappedScore {
-  static constexpr bool kConstantSlope = false;
-
-  Real factor = kLog2E<Real>;  // log2(e) * cap
-  Real softmax_scale = 1;
-  Real inner = 1;  // softmax_scale / cap
-
-#if !defined(FLASHATTN_NO_DOUBLE)  // called on the host
-  FLASHATTN_HOST_DEVICE static CappedScore of(const AttnParams& p) {
-    return {static_cast<Real>(p.softcap * kLog2E<double>), static_cast<Real>(p.softmax_scale),
-            static_cast<Real>(p.softmax_scale / p.softcap)};
-  }
-#endif
-
-  FLASHATTN_HOST_DEVICE bool stores_products() const { return false; }
-  template <class V>
-  FLASHATTN_HOST_DEVICE V stored(V product) const {
-    return Tanh::of(product * inner);
-  }
-  template <class V>
-  FLASHATTN_HOST_DEVICE V times_slope(V gradient, V x) const {
-    return gradient - gradient * (x * x);
-  }
-  // gradient times the derivative of the slope by softmax_scale * <q, k>, which is -2 x (1 - x^2) / cap.
-  template <class V>
-  FLASHATTN_HOST_DEVICE V times_curvature(V gradient, V x) const {
-    return times_slope(gradient, x) * x * (-2 * kLog2E<Real> / factor);
   }
 };
 

@@ -20,7 +20,7 @@ int main() {
       p.batch = p.heads_q = p.heads_k = p.seqlen_q = 1;
       p.seqlen_k = options & kShortSteps ? 1024 : 1025;
       p.head_dim = p.head_dim_v = 64;
-      p.softcap = options & kSoftcap ? 30 : 0;
+      p.softcap = options & kScoreOption ? 30 : 0;
       p.alibi_slopes = options & kBiases ? &number : nullptr;
       p.intervals.data = options & kMask ? pair : nullptr;
       p.dropout_threshold = options & kDropout ? 128 : 256;

@@ -12,6 +12,7 @@ PROGRAM = r"""
 #include <cstdlib>
 #include <initializer_list>
 #include <limits>
+#include "backend/backend.h"
 #include "rules/lse_words.h"
 
 using namespace flashattn_ext;
@@ -44,7 +45,45 @@ static void check_rule(double scale, bool ordered) {
   if (ordered) check(score.factor > 0, "the sign of the factor", scale);
   const Real masked = score.factor * -std::numeric_limits<Real>::infinity();
   check(!std::isnan(masked), "the factor times a masked score", scale);
-  check(score.stores_products() == (score.stored(Real(1)) == Real(1)), "stores_products", scale);
+  check(score.changes_products() == (score.stored(Real(1)) != Real(1)), "changes_products", scale);
+}
+
+struct HostTanh {
+  static double of(double x, bool) { return std::tanh(x); }
+};
+
+// The rule of a call with softcap: its logits, their slope and its derivative, and products that lack a factor.
+static void check_cap(double scale, double cap) {
+  AttnParams p;
+  p.softmax_scale = scale;
+  p.softcap = cap;
+  check(p.has_score_option(), "has_score_option", cap);
+  const auto score = ScoreRule<double, HostTanh>::of(p);
+  check(score.changes_products() && score.is_large == (cap > kLargeCap), "the kind of rule", cap);
+  for (double product = -64; product <= 64; product += 0.5) {
+    const double x = score.stored(product), s = scale * product, logit = cap * std::tanh(s / cap);
+    check(std::fabs(score.factor * x * kLn2<double> - logit) <= 1e-12 * std::fabs(logit), "the capped logit", cap);
+    check(std::fabs(x) <= score.bound() && std::fabs(score.factor * score.inverse - 1) < 1e-15, "the bound", cap);
+    check(score.times(2).stored(product / 2) == x && score.times(2).factor == score.factor, "the factor", cap);
+    const double tanh = std::tanh(s / cap), slope = 1 - tanh * tanh;
+    check(std::fabs(score.times_slope(3.0, x) - 3 * slope) <= 1e-12, "the slope of the cap", cap);
+    const double curved = score.slope(x, 3.0) * score.curvature(x), expected = -6 * tanh * slope / cap;
+    check(std::fabs(curved - expected) <= 1e-12 * (1 + std::fabs(expected)), "the curvature of the cap", cap);
+  }
+  check(refuses_score_options(p, {"softcap"}, "other").empty(), "an option that a backend computes", cap);
+  const std::string reason = refuses_score_options(p, {"another"}, "other");
+  check(reason.find("softcap is not implemented by the other kernels") == 0, "the reason of a refusal", cap);
+}
+
+// Without an option the general rule stores products, and its factor has the sign of the scale.
+static void check_no_option(double scale) {
+  AttnParams p;
+  p.softmax_scale = scale;
+  check(!p.has_score_option() && refuses_score_options(p, {}, "other").empty(), "a call without options", scale);
+  const auto score = ScoreRule<double, HostTanh>::of(p), half = score.times(0.5);
+  check(!score.changes_products() && score.stored(3.0) == 3 && score.times_slope(3.0, 7.0) == 3, "no option", scale);
+  check(score.factor == ScoreRule<double, PlainProducts<false>>::of(p).factor, "the factor without options", scale);
+  check(half.factor == score.factor / 2 && half.stored(3.0) == 3, "the factor of products", scale);
 }
 
 // Biases and sinks in units of log2: finite where they are finite, in order, and back to what they were.
@@ -81,10 +120,12 @@ int main() {
   check_units<float>();
   check_units<double>();
   for (double scale : {0.125, -0.125, 1.0, -1.0, 0.0, -0.0, 3.7, -0.0883883476, 1e-20}) {
-    check_rule<PlainScore<float, true>, float>(scale, true);
-    check_rule<PlainScore<float, false>, float>(scale, false);
-    check_rule<PlainScore<double, true>, double>(scale, true);
-    check_rule<PlainScore<double, false>, double>(scale, false);
+    check_rule<ScoreRule<float, PlainProducts<true>>, float>(scale, true);
+    check_rule<ScoreRule<float, PlainProducts<false>>, float>(scale, false);
+    check_rule<ScoreRule<double, PlainProducts<true>>, double>(scale, true);
+    check_rule<ScoreRule<double, PlainProducts<false>>, double>(scale, false);
+    check_no_option(scale);
+    for (double cap : {1e-3, 0.5, 30.0, 1000.0, 1001.0, 1e9}) check_cap(scale, cap);
   }
   std::printf("%ld answers\n", checked);
 }

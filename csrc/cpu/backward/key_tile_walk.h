@@ -74,7 +74,7 @@ class KeyTileWalk {
   using Real = typename Op::Real;
 
   KeyTileWalk(const Params& params, const BackwardWorkspace<In, Op>& call_workspace)
-      : p(params), workspace(call_workspace), size(workspace.size), rule(make_rule<Rule>(params)) {
+      : p(params), workspace(call_workspace), size(workspace.size), rule(Rule::of(params)) {
     if (p.has_dropout()) {
       philox = philox_key(static_cast<uint64_t>(p.rng_state[0]), static_cast<uint64_t>(p.rng_state[1]));
     }

@@ -32,7 +32,7 @@ class Decode {
 
  public:
   Decode(const DecodeParams& params, const DecodeWorkspace<In, Op>& workspace, void* base)
-      : p(params), w(workspace), rule(params), scratch(workspace, base) {}
+      : p(params), w(workspace), rule(GeneralScore<Real, Accuracy>::of(params)), scratch(workspace, base) {}
 
   // Computes one work item: split number `part` of `parts`, for one block of rows and the KV heads [first_head,
   // first_head + heads). partials: receives the partial results, head by head.
@@ -440,10 +440,10 @@ void decode(const DecodeParams& params) {
 
   p.workspace = w.scratch;
   if (p.invariant) decode_invariantly<In, Op, Accuracy>(p);
-  if (p.softcap > 0 || p.has_bias()) {
+  if (p.has_score_option() || p.has_bias()) {
     forward<In, Op, Accuracy, GeneralScore<Real, Accuracy>>(p, &p);
   } else {
-    forward<In, Op, Accuracy, PlainScore<Real, true>>(p, &p);
+    forward<In, Op, Accuracy, ScoreRule<Real, PlainProducts<true>>>(p, &p);
   }
 }
 

@@ -163,10 +163,10 @@ class InvariantDecode {
     }
     const IndexRange tile{here.key0, here.key0 + here.count};
     lanes_of_tile = round_up(here.count, W);
-    if (p.softcap > 0) {
+    if (p.has_score_option()) {
       weigh_rows<GeneralScore<Real, Accuracy>>(mask, keys, tile);
     } else {
-      weigh_rows<PlainScore<Real, true>>(mask, keys, tile);
+      weigh_rows<ScoreRule<Real, PlainProducts<true>>>(mask, keys, tile);
     }
     add_weights(here.count);
     for_rows([&](int64_t r) { rescale(r); });
@@ -310,9 +310,9 @@ class InvariantDecode {
   // The rule of the call is a template argument of these two functions alone: the others would be compiled twice.
   template <class Rule>
   void weigh_rows(const Mask& mask, const KeyLocator& keys, IndexRange tile) {
-    Rule rule = make_rule<Rule>(p);
+    Rule rule = Rule::of(p);
     for_rows([&](int64_t r) {
-      if constexpr (kIsFloat8<In>) rule = make_rule<Rule>(p, descale_of_products<In>(p, batch, key_head_of(r)));
+      if constexpr (kIsFloat8<In>) rule = scaled_rule<Rule>(p, descale_of_products<In>(p, batch, key_head_of(r)));
       weigh(r, rule, find_hidden(mask, keys, r, tile, lanes_of_tile), lanes_of_tile);
     });
   }

@@ -64,7 +64,7 @@ class Jvp {
 
  public:
   Jvp(const JvpParams& params, void* base)
-      : p(params), rule(make_rule<Rule>(params)), scratch(params, base), size(scratch.size) {
+      : p(params), rule(Rule::of(params)), scratch(params, base), size(scratch.size) {
     if (p.has_dropout()) {
       philox = philox_key(static_cast<uint64_t>(p.rng_state[0]), static_cast<uint64_t>(p.rng_state[1]));
     }

@@ -141,7 +141,9 @@ inline void differentiate_twice_vectors(const ScoreTile<Op>& tile, const Tangent
       V dproduct = e;
       if constexpr (kIsGeneral<Rule>) {
         dproduct = rule.times_slope(e, score);
-        if (rule.capped) dproduct = S::fma(rule.times_curvature(dlogit, score), product, dproduct);
+        if (rule.changes_products()) {
+          dproduct = S::fma(rule.slope(score, dlogit) * rule.curvature(score), product, dproduct);
+        }
         // The score and slope of a masked pair may be NaN.
         dproduct = vector.of_visible(j, exponent, dproduct);
         bias_gradients[n].add(j, e);
@@ -180,7 +182,7 @@ FLASHATTN_SHARED void differentiate_twice(const ScoreTile<Op>& tile, const Tange
                                           bool whole_rows, IndexRange lanes, IndexRange keys) {
   static_assert(kTileVectors == 2, "a panel has one or two vectors");
   if constexpr (kIsGeneral<Rule>) {
-    if (rule.capped) store_scores(tile, rule, lanes, keys);
+    if (rule.changes_products()) store_scores(tile, rule, lanes, keys);
   } else {
     round_products(tile, rule, rows.known.lse, lanes, keys);
   }

@@ -193,7 +193,7 @@ FLASHATTN_SHARED void weigh_tangents(const ScoreTile<Op>& tile, const TangentTil
                                      const TangentRows<Op>& rows, TangentPass pass, bool keeps_weights,
                                      const PanelMask<Op>& mask, IndexRange lanes, IndexRange keys) {
   if constexpr (kIsGeneral<Rule>) {
-    if (rule.capped) store_scores(tile, rule, lanes, keys);
+    if (rule.changes_products()) store_scores(tile, rule, lanes, keys);
   } else {
     round_products(tile, rule, rows.lse, lanes, keys);
   }

@@ -121,7 +121,7 @@ class Forward {
  public:
   // cache: the same params in a decoding call, else nullptr.
   Forward(const AttnParams& params, const DecodeParams* cache, void* base)
-      : p(params), cache(cache), rule(make_rule<Rule>(params)), scratch(params, base), size(scratch.size) {
+      : p(params), cache(cache), rule(Rule::of(params)), scratch(params, base), size(scratch.size) {
     if (p.has_dropout()) {
       philox = philox_key(static_cast<uint64_t>(p.rng_state[0]), static_cast<uint64_t>(p.rng_state[1]));
     }
@@ -138,7 +138,7 @@ class Forward {
     batch = b;
     head = h;
     writes_words_only = cache && has_few_queries(*cache, b, kFloatLanes);
-    if constexpr (kIsFloat8<In>) rule = make_rule<Rule>(p, descale_of_products<In>(p, b, h / p.group_size()));
+    if constexpr (kIsFloat8<In>) rule = scaled_rule<Rule>(p, descale_of_products<In>(p, b, h / p.group_size()));
     load_queries(queries);
     const IndexRange visible = mask.basic.keys_of(row0, row0 + row_count);
     int64_t end;

@@ -42,7 +42,7 @@ inline auto for_inputs(const AttnParams& p, Body body) {
 }
 
 // Calls body(In{}, Op{}, Accuracy{}, rule) with the rule of the call as a null pointer to its type. kOrdered: of the
-// forward; see PlainScore. Accuracy: of derivatives, in place of that of the dtype. Those of fp64, which serve
+// forward; see PlainProducts. Accuracy: of derivatives, in place of that of the dtype. Those of fp64, which serve
 // numerical checks, have GeneralScore alone: it computes the same.
 template <bool kOrdered, class Accuracy = void, class Body>
 inline void for_rule(const AttnParams& p, Body body) {
@@ -50,10 +50,10 @@ inline void for_rule(const AttnParams& p, Body body) {
     std::conditional_t<std::is_void<Accuracy>::value, decltype(of_dtype), Accuracy> accuracy{};
     using Real = typename decltype(op)::Real;
     constexpr bool kGeneralAlone = !std::is_void<Accuracy>::value && std::is_same<Real, double>::value;
-    if (kGeneralAlone || p.softcap > 0 || p.has_bias()) {
+    if (kGeneralAlone || p.has_score_option() || p.has_bias()) {
       body(in, op, accuracy, static_cast<GeneralScore<Real, decltype(accuracy)>*>(nullptr));
     } else if constexpr (!kGeneralAlone) {
-      body(in, op, accuracy, static_cast<PlainScore<Real, kOrdered>*>(nullptr));
+      body(in, op, accuracy, static_cast<ScoreRule<Real, PlainProducts<kOrdered>>*>(nullptr));
     }
   };
   if constexpr (kOrdered) {

@@ -15,7 +15,7 @@ struct KnownLse {
         large_top(carve->take<Real>(size.queries)),
         log2_sum(carve->take<Real>(size.queries)) {}
 
-  // Before the rows of a tile. plain: of a call with PlainScore (score.h).
+  // Before the rows of a tile. plain: of a call with PlainProducts (score.h).
   void begin(bool plain) {
     plain_ = plain;
     rounds = narrows = false;

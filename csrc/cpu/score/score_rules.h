@@ -1,4 +1,4 @@
-// The rule (score.h) of calls with a softcap or biases, and its tanh.
+// The rule (score.h) of calls with options of a score or biases, and its tanh.
 #pragma once
 
 // score.h is included here, after the instruction set is chosen, because its templates also compute with vectors.
@@ -20,7 +20,11 @@ struct Tanh {
   static constexpr float kCoefficients[] = {-0.333332986f, 0.133319244f, -0.0537838265f, 0.0207959637f,
                                             -0.00589515036f};
 
-  static V of(V x) {
+  // is_large: the result is multiplied by more than kLargeCap.
+  static V of(V x, [[maybe_unused]] bool is_large) {
+    if constexpr (!std::is_same<Accuracy, Exp2Full>::value) {
+      if (is_large) return Tanh<Real, Exp2Full>::of(x, is_large);
+    }
     if constexpr (std::is_same<Real, double>::value) {
       for (int l = 0; l < S::kWidth; ++l) x[l] = std::tanh(x[l]);
       return x;
@@ -42,63 +46,19 @@ struct Tanh {
   }
 };
 
-// The rule of a call with any of softcap, alibi_slopes, relative_bias and bias. Which of them are present is checked at
-// run time: well-predicted branches cost less than further kernel instances.
+// The rule of a call with an option of a score, alibi_slopes, relative_bias or bias. Which of them are present is
+// checked at run time: well-predicted branches cost less than further kernel instances.
 template <class Real, class Accuracy>
-struct GeneralScore {
-  explicit GeneralScore(const AttnParams& p)
-      : capped(p.softcap > 0),
-        large(p.softcap > kLargeCap),
-        plain(Plain::of(p)),
-        cap(Capped::of(p)),
-        large_cap(LargeCap::of(p)),
-        factor(capped ? cap.factor : plain.factor) {}
-
-  template <class V>
-  V stored(V product) const {
-    if (large) return large_cap.stored(product);
-    return capped ? cap.stored(product) : product;
-  }
-  template <class V>
-  V times_slope(V gradient, V x) const {
-    return capped ? cap.times_slope(gradient, x) : gradient;
-  }
-  // As in CappedScore; for capped calls only.
-  template <class V>
-  V times_curvature(V gradient, V x) const {
-    return cap.times_curvature(gradient, x);
-  }
-
- private:
-  using Plain = PlainScore<Real, false>;
-  using Capped = CappedScore<Real, Tanh<Real, Accuracy>>;
-  using LargeCap = CappedScore<Real, Tanh<Real, Exp2Full>>;
-
- public:
-  bool capped, large;
-  Plain plain;
-  Capped cap;
-  LargeCap large_cap;
-  Real factor;
-};
+using GeneralScore = ScoreRule<Real, Tanh<Real, Accuracy>>;
 
 template <class Rule>
-constexpr bool kIsGeneral = false;
-template <class Real, class Accuracy>
-constexpr bool kIsGeneral<GeneralScore<Real, Accuracy>> = true;
+constexpr bool kIsGeneral = !Rule::kConstantSlope;
 
-template <class Rule>
-inline Rule make_rule(const AttnParams& p) {
-  if constexpr (kIsGeneral<Rule>)
-    return Rule(p);
-  else
-    return Rule::of(p);
-}
 // The rule of the same call with softmax_scale times `factor`.
 template <class Rule>
-inline Rule make_rule(AttnParams p, double factor) {
+inline Rule scaled_rule(AttnParams p, double factor) {
   p.softmax_scale *= factor;
-  return make_rule<Rule>(p);
+  return Rule::of(p);
 }
 
 }  // namespace FLASHATTN_ISA

@@ -1,6 +1,6 @@
 // The softmax between the two matrix products of a tile: `weigh` turns scores into weights (forward), `differentiate`
-// turns dP into dS (backward). The rule defines a score: PlainScore (score.h), or GeneralScore (score_rules.h) in calls
-// with a softcap or biases, which the tile holds.
+// turns dP into dS (backward). The rule defines a score: ScoreRule (score.h), with PlainProducts, or GeneralScore
+// (score_rules.h) in calls with options of a score or biases, which the tile holds.
 //
 // Scores are transposed, S^T[key][query]: a vector holds the scores of one key and adjacent queries, so that row maxima
 // and sums need no reduction across lanes. Both functions process one panel of queries (kPanel in gemm.h) in place and
@@ -219,10 +219,10 @@ inline void weigh_vector(const ScoreTile<Op>& tile, const Rule rule, const Runni
       if (narrows) tile_max = narrow_logits(vector, biases, keys);
     }
   } else {
-    const bool are_scores = rule.stores_products();
+    const bool changes = rule.changes_products();
     for (int64_t j = keys.begin; j < keys.end; ++j) {
       V score = vector.load(j);
-      if (!are_scores) {
+      if (changes) {
         score = rule.stored(score);
         vector.store(j, score);
       }
@@ -465,7 +465,7 @@ FLASHATTN_SHARED void differentiate(const ScoreTile<Op>& tile, const GradientTil
                                     bool whole_rows, IndexRange lanes, IndexRange keys) {
   static_assert(kTileVectors == 2, "a panel has one or two vectors");
   if constexpr (kIsGeneral<Rule>) {
-    if (rule.capped) store_scores(tile, rule, lanes, keys);
+    if (rule.changes_products()) store_scores(tile, rule, lanes, keys);
   } else {
     round_products(tile, rule, rows.lse, lanes, keys);
   }

@@ -1,5 +1,5 @@
-// The score rule of a call with softcap or biases: either rule of score.h, selected at run time by warp-uniform
-// branches.
+// The score rule of a call with options of a score or biases, on fragments of products. Whether the rule changes
+// products is found out at run time, by warp-uniform branches.
 #pragma once
 
 #include <type_traits>
@@ -26,7 +26,7 @@ __device__ __forceinline__ float tanh_of_half(float x) {
 // beside that of bf16 only.
 template <class T>
 struct TanhOf {
-  static __device__ __forceinline__ float of(float x) {
+  static __device__ __forceinline__ float of(float x, bool) {
     if constexpr (sizeof(T) == 4) {
       return ::tanhf(x);
     } else if constexpr (std::is_same_v<T, __half>) {
@@ -51,93 +51,78 @@ struct ScaledLogit {
   __device__ __forceinline__ float times_slope(float gradient, float) const { return gradient; }
 };
 
-struct GeneralScore {
-  bool is_capped;
-  float factor, softmax_scale;
-  float inner, inverse;  // only a capped rule has them; inverse is 1 / factor
+// The rule of the call. The functions below add the tanh of the input type T.
+using GeneralScore = ScoreRule<float, void>;
 
-  static GeneralScore of(const AttnParams& p) {
-    if (p.softcap > 0) {
-      const auto rule = CappedScore<float, void>::of(p);
-      return {true, rule.factor, rule.softmax_scale, rule.inner, 1 / rule.factor};
+// Products become scores whose logits are factor * score, without bias.
+template <class T, int kRowTiles, int N>
+__device__ __forceinline__ void store_scores(const GeneralScore& score, float (&x)[kRowTiles][N][4]) {
+  if (!score.changes_products()) return;
+  const auto rule = score.with<TanhOf<T>>();
+  each_element<kRowTiles, N>([&](int i, int n, int e) { x[i][n][e] = rule.stored(x[i][n][e]); });
+}
+// The slope at a stored score of a rule that changes products: a factor for the gradient of its logit.
+__device__ __forceinline__ float slope_at(const GeneralScore& score, float x) {
+  return fmaxf(score.slope(x, 1.f), 0.f);  // fmaxf(NaN, 0) is 0, so that a gradient of 0 stays 0
+}
+// Stores one product, for a rule that changes products. Returns the slope there.
+template <class T>
+__device__ __forceinline__ float store_score(const GeneralScore& score, float* x) {
+  *x = score.with<TanhOf<T>>().changed(*x);
+  return slope_at(score, *x);
+}
+// Products become logits without bias, in units of log2. They are rounded once, before any bias is added.
+template <class T, int kRowTiles, int N>
+__device__ __forceinline__ void make_logits(const GeneralScore& score, float (&x)[kRowTiles][N][4]) {
+  if (score.changes_products()) {
+    const auto rule = score.with<TanhOf<T>>();
+    each_element<kRowTiles, N>(
+        [&](int i, int n, int e) { x[i][n][e] = __fmul_rn(rule.stored(x[i][n][e]), rule.factor); });
+  } else {
+    each_element<kRowTiles, N>([&](int i, int n, int e) { x[i][n][e] = __fmul_rn(x[i][n][e], score.factor); });
+  }
+}
+// Products become the stored scores of a forward, without bias; returns their rule. In fp32 they stay products where a
+// logit has no other term, which the derivatives take as well: a logit would be rounded. Weights of 16 bits do not show
+// that rounding.
+template <class T, int kRowTiles, int N>
+__device__ __forceinline__ auto make_scores(const GeneralScore& score, float (&x)[kRowTiles][N][4], bool has_bias) {
+  if constexpr (sizeof(T) == 4) {
+    if (score.changes_products() || has_bias) {
+      make_logits<T>(score, x);
+      return ScaledLogit{1};
     }
-    const auto rule = PlainScore<float, false>::of(p);
-    return {false, rule.factor, rule.softmax_scale, 0, 0};
+    if (score.factor < 0) each_element<kRowTiles, N>([&](int i, int n, int e) { x[i][n][e] = -x[i][n][e]; });
+    return ScaledLogit{fabsf(score.factor)};
+  } else {
+    make_logits<T>(score, x);
+    return StoredLogit{};
   }
-
-  // The rule for products that still lack the factor `scale`, which may be negative. Of its functions only make_logits
-  // may be called.
-  __device__ __forceinline__ GeneralScore times(float scale) const {
-    return {is_capped, is_capped ? factor : factor * scale, softmax_scale, inner * scale, inverse};
+}
+// Makes logits of products of which those of row g + 8 r of row tile i still lack the factor scale[i][r].
+template <class T, int kRowTiles, int N>
+__device__ __forceinline__ void make_logits(const GeneralScore& score, float (&x)[kRowTiles][N][4],
+                                            const float (&scale)[kRowTiles][2]) {
+  if (score.changes_products()) {
+    const auto rule = score.with<TanhOf<T>>();
+    each_element<kRowTiles, N>(
+        [&](int i, int n, int e) { x[i][n][e] = rule.times(scale[i][e / 2]).stored(x[i][n][e]) * rule.factor; });
+  } else {
+    each_element<kRowTiles, N>([&](int i, int n, int e) { x[i][n][e] *= score.factor * scale[i][e / 2]; });
   }
-  // Products become scores whose logits are factor * score, without bias. T: the input type.
-  template <class T, int kRowTiles, int N>
-  __device__ __forceinline__ void store(float (&x)[kRowTiles][N][4]) const {
-    if (!is_capped) return;
-    each_element<kRowTiles, N>([&](int i, int n, int e) { x[i][n][e] = capped<T>().stored(x[i][n][e]); });
-  }
-  // Stores one product of a capped rule. Returns the factor for the gradient of its logit.
-  template <class T>
-  __device__ __forceinline__ float cap(float* x) const {
-    *x = capped<T>().stored(*x);
-    // fmaxf(NaN, 0) is 0, so that a gradient of 0 stays 0.
-    return fmaxf(capped<T>().times_slope(1.f, *x), 0.f);
-  }
-  // Products become logits without bias, in units of log2.
-  template <class T, int kRowTiles, int N>
-  __device__ __forceinline__ void make_logits(float (&x)[kRowTiles][N][4]) const {
-    if (is_capped) {
-      each_element<kRowTiles, N>([&](int i, int n, int e) { x[i][n][e] = capped<T>().stored(x[i][n][e]) * factor; });
-    } else {
-      each_element<kRowTiles, N>([&](int i, int n, int e) { x[i][n][e] *= factor; });
-    }
-  }
-  // Products become the stored scores of a forward, without bias; returns their rule. In fp32 they stay products where
-  // a logit has no other term, which the derivatives take as well: a logit would be rounded. Weights of 16 bits do not
-  // show that rounding.
-  template <class T, int kRowTiles, int N>
-  __device__ __forceinline__ auto make_scores(float (&x)[kRowTiles][N][4], bool has_bias) const {
-    if constexpr (sizeof(T) == 4) {
-      if (is_capped || has_bias) {
-        make_logits<T>(x);
-        return ScaledLogit{1};
-      }
-      if (factor < 0) each_element<kRowTiles, N>([&](int i, int n, int e) { x[i][n][e] = -x[i][n][e]; });
-      return ScaledLogit{fabsf(factor)};
-    } else {
-      make_logits<T>(x);
-      return StoredLogit{};
-    }
-  }
-  // Makes logits of products of which those of row g + 8 r of row tile i still lack the factor scale[i][r].
-  template <class T, int kRowTiles, int N>
-  __device__ __forceinline__ void make_logits(float (&x)[kRowTiles][N][4], const float (&scale)[kRowTiles][2]) const {
-    if (is_capped) {
-      each_element<kRowTiles, N>(
-          [&](int i, int n, int e) { x[i][n][e] = times(scale[i][e / 2]).capped<T>().stored(x[i][n][e]) * factor; });
-    } else {
-      each_element<kRowTiles, N>([&](int i, int n, int e) { x[i][n][e] *= factor * scale[i][e / 2]; });
-    }
-  }
-  // Gradients of logits become gradients of scaled products. logits: without bias, as above; they are ignored where the
-  // gradient is 0.
-  template <class T, int kRowTiles, int N>
-  __device__ __forceinline__ void apply_slope(float (&gradient)[kRowTiles][N][4],
-                                              const float (&logits)[kRowTiles][N][4]) const {
-    if (!is_capped) return;
-    each_element<kRowTiles, N>([&](int i, int n, int e) {
-      const float x = fminf(fmaxf(logits[i][n][e] * inverse, -1.f), 1.f);
-      const float slope = capped<T>().times_slope(gradient[i][n][e], x);
-      gradient[i][n][e] = gradient[i][n][e] == 0 ? 0.f : slope;
-    });
-  }
-
- private:
-  template <class T>
-  __device__ __forceinline__ CappedScore<float, TanhOf<T>> capped() const {
-    return {factor, softmax_scale, inner};
-  }
-};
+}
+// Gradients of logits become gradients of scaled products. logits: without bias, as above; they are ignored where the
+// gradient is 0.
+template <int kRowTiles, int N>
+__device__ __forceinline__ void apply_slope(const GeneralScore& score, float (&gradient)[kRowTiles][N][4],
+                                            const float (&logits)[kRowTiles][N][4]) {
+  if (!score.changes_products()) return;
+  each_element<kRowTiles, N>([&](int i, int n, int e) {
+    const float x = fminf(fmaxf(logits[i][n][e] * score.inverse, -score.bound()), score.bound());
+    const float slope = score.slope(x, gradient[i][n][e]);
+    gradient[i][n][e] = gradient[i][n][e] == 0 ? 0.f : slope;
+  });
+}
 
 // With a factor of log2(e) the scores of these rules are logits in natural units, whose biases are narrowed here
 // (score.h): where a logit is so large, products do not count beside its bias.

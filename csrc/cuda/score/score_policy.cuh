@@ -44,7 +44,7 @@ struct UncentredScores {
 
 // No option of a score.
 struct PlainScores : UncentredScores {
-  using Rule = PlainScore<float, true>;
+  using Rule = ScoreRule<float, PlainProducts<true>>;
 
   template <class Kernel, class Step, int kRowTiles, int N>
   __device__ __forceinline__ const Rule& make_logits(const Kernel& kernel, float (&x)[kRowTiles][N][4], const Step&,
@@ -94,7 +94,7 @@ struct DescaledScores : UncentredScores {
   template <class Kernel, class Step, int kRowTiles, int N>
   __device__ __forceinline__ StoredLogit make_logits(const Kernel& kernel, float (&x)[kRowTiles][N][4], const Step&,
                                                      Nothing) {
-    kernel.score.times(of_products).template make_logits<T>(x);
+    flashattn_ext::make_logits<T>(kernel.score.times(of_products), x);
     return {};
   }
 };
@@ -116,7 +116,7 @@ struct GeneralScores : CentredScores<T, kRowTiles, TileBias<T, false, kRowTiles,
   template <class Kernel, class Step>
   __device__ __forceinline__ auto make_logits(const Kernel& kernel, float (&x)[kRowTiles][kKeys / 8][4],
                                               const Step& step, Nothing) {
-    const auto rule = kernel.score.template make_scores<T>(x, kernel.p.has_bias());
+    const auto rule = make_scores<T>(kernel.score, x, kernel.p.has_bias());
     kernel.template bias<Bias>(step).add(x, ahead);
     return rule;
   }

@@ -75,7 +75,7 @@ __device__ __forceinline__ void pack_scores(uint32_t (&packed)[kSteps][4], const
 // Products become stored scores.
 template <class Score, int kRowTiles, int N>
 __device__ __forceinline__ void store_scores(float (&x)[kRowTiles][N][4], const Score& score) {
-  if (score.stores_products()) return;
+  if (!score.changes_products()) return;
   each_element<kRowTiles, N>([&](int i, int n, int e) { x[i][n][e] = score.stored(x[i][n][e]); });
 }
 

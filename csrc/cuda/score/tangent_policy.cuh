@@ -16,7 +16,7 @@ namespace flashattn_ext {
 
 // No option of a score.
 struct PlainTangents {
-  using Rule = PlainScore<float, true>;
+  using Rule = ScoreRule<float, PlainProducts<true>>;
 
   template <class Kernel>
   static __device__ bool has_biases(const Kernel&) {
@@ -49,12 +49,12 @@ struct GeneralTangents {
     const GeneralScore& score = kernel.score;
     const float scale = score.softmax_scale;
     // In plain calls scores are products, as in the forward, which rounds none that is small.
-    if (!score.is_capped && !kernel.p.has_bias() && score.factor > 0) {
+    if (!score.changes_products() && !kernel.p.has_bias() && score.factor > 0) {
       each_element<kRowTiles, kKeys / 8>([&](int i, int n, int e) { tangents[i][n][e] *= scale; });
       return {score.factor};
     }
     each_element<kRowTiles, kKeys / 8>([&](int i, int n, int e) {
-      const float slope = score.is_capped ? score.template cap<T>(&x[i][n][e]) : 1.f;
+      const float slope = score.changes_products() ? store_score<T>(score, &x[i][n][e]) : 1.f;
       x[i][n][e] *= score.factor;
       tangents[i][n][e] *= slope * scale;
     });

@@ -17,7 +17,7 @@ namespace flashattn_ext {
 // Per-row arrays are [Hq][rows of the call]. A tile of dq never holds rows of two sequences, so each packed sequence
 // may end in a partial tile.
 struct BackwardWorkspace {
-  using Score = PlainScore<float, false>;
+  using Score = ScoreRule<float, PlainProducts<false>>;
 
   // delta / keep_scale; lse as one word or the mark of large_rows.cuh, in units of log2, +inf for fully masked rows.
   float *delta, *lse;
@@ -50,7 +50,7 @@ struct BackwardWorkspace {
     zeroed_bytes = carver.rest() - reinterpret_cast<char*>(dq);
     bytes = static_cast<int64_t>(carver.bytes());
   }
-  // The workspace of a call without softcap and biases, from `base`; as GeneralWorkspace has for the others.
+  // The workspace of a call without options of a score and biases, from `base`; as GeneralWorkspace has for the others.
   static BackwardWorkspace complete(const AttnGradParams&, const BackwardWorkspace& base, int, int) { return base; }
 
   // words_of(...)(i): the words of row first + i of a sequence.
@@ -110,7 +110,7 @@ struct GroupedWorkspace : BackwardWorkspace {
   }
 };
 
-// The additional buffers of calls with softcap or biases.
+// The additional buffers of calls with options of a score or biases.
 struct GeneralWorkspace : BackwardWorkspace {
   static constexpr int kSums = 3;  // BiasSums: of slopes, and of both ends of the relative bias
 

@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(kFewKeysThreads)
     }
     const float dp = __shfl_down_sync(~0u, product, kFewKeys);
     float logit[1][1][4] = {{{product}}};
-    workspace.score.make_logits<T>(logit);
+    make_logits<T>(workspace.score, logit);
     const int64_t distance = key - i - mask.first_position();
     float added = -bias.slope * fabsf(static_cast<float>(distance)) * kLog2E<float>;
     if (bias.relative && sees) added += in_log2_units(bias.relative[bias.entry(distance)]);

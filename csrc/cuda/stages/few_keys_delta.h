@@ -10,7 +10,7 @@ namespace flashattn_ext {
 // keys, its dS nearly cancels, and sums over rows would consist of that error. A row keeps its delta if its weights do
 // not add up to 1 (without the sink's): then its lse is that of a call with more keys.
 void find_delta_of_few_keys(const AttnGradParams& p, const GeneralWorkspace& workspace);
-// Calls without softcap and biases have no such sums.
+// Calls without options of a score and biases have no such sums.
 inline void find_delta_of_few_keys(const AttnGradParams&, const BackwardWorkspace&) {}
 
 }  // namespace flashattn_ext

@@ -11,15 +11,15 @@ enum Options : unsigned {
   kPlain = 0,      // none of the options below
   kDropout = 1,    // weights are dropped
   kIntervals = 2,  // a Mask
-  kScores = 4,     // softcap, ALiBi or a relative bias
+  kScores = 4,     // an option of a score (params.h), ALiBi or a relative bias
   kBias = 8,       // a bias of any shape in the inputs' 16 bits, whose tiles TMA can copy
   kRare = 16,      // any other bias, gradients of biases that few kernels can form, an origin that places rows
   kUnmasked = 29,  // all but a Mask
   kGeneral = 31,   // all of them
   kGroups = 64,    // in a backward the query heads of a group add up their dk and dv. Kernels run these calls alone
   kFp8 = 32,  // inputs that were fp8: descales, and an out of another dtype. Kernels run either these calls or others
-  kFp8Scores = 36,   // softcap as well
-  kFp8General = 54,  // every option that calls in fp8 may have: softcap, a Mask, an origin that places rows
+  kFp8Scores = 36,   // an option of a score as well
+  kFp8General = 54,  // every option that calls in fp8 may have: of a score, a Mask, an origin that places rows
 };
 constexpr Options operator|(Options a, Options b) { return static_cast<Options>(static_cast<unsigned>(a) | b); }
 constexpr bool includes(Options all, Options some) { return (some & ~all) == 0; }
@@ -48,7 +48,7 @@ inline Options options_of(const AttnParams& p) {
   if (p.is_fp8) all = all | kFp8;
   if (p.has_dropout()) all = all | kDropout;
   if (p.has_intervals()) all = all | kIntervals;
-  if (p.softcap > 0 || p.alibi_slopes || p.relative_bias) all = all | kScores;
+  if (p.has_score_option() || p.alibi_slopes || p.relative_bias) all = all | kScores;
   if (p.bias.data) all = all | (has_copyable_bias(p) ? kBias : kRare);
   return p.origin.length_mask == 0 ? all | kRare : all;  // an origin places the rows
 }
@@ -88,7 +88,9 @@ constexpr const char* words(Options options) {
     case kIntervals:
       return "a Mask";
     case kScores:
-      return "softcap, ALiBi or a relative bias";
+#define CALL_SCORE(name, ...) #name ", "
+      return FLASHATTN_SCORE_OPTIONS(CALL_SCORE) "ALiBi or a relative bias";
+#undef CALL_SCORE
     case kBias:
       return "a bias";
     default:

@@ -89,7 +89,7 @@ struct Launch {
   // call faster than memory delivers them (divide_alone). A few tasks are all split into many parts, and half as many
   // shares then have half as many partial results. Measured for these head dims, on an H200.
   bool runs_one_wave(const DecodeParams& p, int64_t tasks) const {
-    const bool is_plain = p.softcap == 0 && !p.alibi_slopes && !p.has_intervals() && !p.cache.block_table;
+    const bool is_plain = !p.has_score_option() && !p.alibi_slopes && !p.has_intervals() && !p.cache.block_table;
     constexpr int64_t kFewTasks = 16;
     return tasks <= kFewTasks && tile.rows == 16 && kernel.columns <= 128 && key_bytes(p) == 2 && is_plain;
   }

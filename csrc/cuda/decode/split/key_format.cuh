@@ -65,7 +65,7 @@ struct KeyFormat {
   }
   template <class Scores>
   static __device__ __forceinline__ auto make_logits(const GeneralScore& score, Scores& x, bool has_slopes) {
-    return score.template make_scores<T>(x, has_slopes);
+    return make_scores<T>(score, x, has_slopes);
   }
   template <int N>
   static __device__ __forceinline__ void store_sums(float* to, const float (&x)[N][4], int r) {
@@ -127,7 +127,7 @@ struct KeyFormat<Float8, kRowTiles> {
   }
   template <class Scores>
   __device__ __forceinline__ StoredLogit make_logits(const GeneralScore& score, Scores& x, bool) const {
-    score.template make_logits<__nv_bfloat16>(x, of_products);
+    flashattn_ext::make_logits<__nv_bfloat16>(score, x, of_products);
     return {};
   }
   // Tile n holds the even ones of 16 columns, and tile n + 1 the odd ones.

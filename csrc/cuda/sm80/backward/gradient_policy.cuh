@@ -39,7 +39,7 @@ struct PlainGradients {
   __device__ void end_head(const Kernel&, int) {}
 };
 
-// Softcap and biases, found out at run time.
+// Options of a score and biases, found out at run time.
 template <class T, int kKeyTiles, int kQueryTiles>
 struct GeneralGradients {
   using Workspace = GeneralWorkspace;

@@ -11,7 +11,7 @@
 
 namespace flashattn_ext::sm80 {
 
-// Softcap and biases, which run-time branches select.
+// Options of a score and biases, which run-time branches select.
 template <class T, int kKeyTiles, int kQueryTiles>
 struct GeneralSecond {
   using Workspace = GeneralWorkspace;
@@ -30,7 +30,7 @@ struct GeneralSecond {
                                       const Scores& b, const SeenBy<kKeyTiles>& seen_by, Dropping& dropping) {
     constexpr int kTogether = 2;  // query tiles
     const GeneralScore& score = kernel.workspace.score;
-    const bool is_plain = !score.is_capped && !kernel.p.has_bias();
+    const bool is_plain = !score.changes_products() && !kernel.p.has_bias();
     const int query = kernel.score_query(), key = kernel.first_score_key();
     const Bias bias(kernel.p, kernel.b, h, kernel.mask(), row0 + query, key);
     const Bias moving(kernel.p.tangents, kernel.b, h, kernel.mask(), row0 + query, key);
@@ -41,7 +41,7 @@ struct GeneralSecond {
       // x becomes the score that the rule stores, `logits` their logits in units of log2.
       each_element<kKeyTiles, kTogether>([&](int i, int n, int e) {
         float& own = x[i][first + n][e];
-        if (score.is_capped) score.template cap<T>(&own);
+        if (score.changes_products()) store_score<T>(score, &own);
         logits[i][n][e] = own * score.factor;
       });
       bias.add_columns(logits, first);
@@ -60,7 +60,7 @@ struct GeneralSecond {
           const bool exact = is_plain && !rounds_products(top);
           const float below = exact ? fmaf(own, score.factor, -top) : logits[i][n][e] - top;
           const float weight = ptx::ex2(below - (odd ? log2_sum.y : log2_sum.x));
-          const float slope = score.is_capped ? fmaxf(1 - own * own, 0.f) : 1.f;
+          const float slope = score.changes_products() ? slope_at(score, own) : 1.f;
           const float moved = tangent * score.softmax_scale;
           const SecondScore of{weight,
                                fmaf(of_biases[i][n][e], kLn2<float>, moved * slope) - (odd ? rows.tlse.y : rows.tlse.x),
@@ -69,7 +69,7 @@ struct GeneralSecond {
           // A weight of 0 has no gradient, even if a product is not finite: the bias may mask the score.
           const bool counts = seen_by.includes(i, e / 2, (first + n) * 8 + odd) && weight != 0;
           const float dlogit = counts ? of.dlogit() * slope : 0.f, second = counts ? of.second() : 0.f;
-          const float curved = score.is_capped ? -2 * kLog2E<float> * score.inverse * own * dlogit * moved : 0.f;
+          const float curved = score.changes_products() ? score.curvature(own) * dlogit * moved : 0.f;
           e_of[i][n][e] = second;
           tangent = dlogit;
           product = counts ? fmaf(second, slope, curved) : 0.f;

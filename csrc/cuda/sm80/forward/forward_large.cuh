@@ -20,7 +20,7 @@ namespace flashattn_ext::sm80 {
 template <class T, int kHeadDim, int kShared>
 struct LargeForward {
   using Core = TensorCore<T>;
-  using Score = PlainScore<float, true>;
+  using Score = ScoreRule<float, PlainProducts<true>>;
   static constexpr ForwardTile kTile = large_forward_tile<T, kHeadDim, kShared>();
   static constexpr int kWarps = kTile.warps, kThreads = kWarps * 32;
   static constexpr int kQueries = kTile.queries(), kKeys = kTile.keys, kStages = kTile.stages;
@@ -288,7 +288,7 @@ struct LargeForward {
 template <class T, int kHeadDim, int kShared>
 __global__ void __launch_bounds__(LargeForward<T, kHeadDim, kShared>::kThreads, 1)
     large_forward_kernel(const __grid_constant__ AttnParams p, const __grid_constant__ TileOrder order,
-                         const __grid_constant__ PlainScore<float, true> score) {
+                         const __grid_constant__ ScoreRule<float, PlainProducts<true>> score) {
   if constexpr (kRunsHere<kShared>) {
     extern __shared__ __align__(16) unsigned char shared[];
     using Kernel = LargeForward<T, kHeadDim, kShared>;
@@ -304,7 +304,7 @@ void launch_forward_large(const AttnParams& p) {
   const int64_t blocks = tile_count(p.seqlen_q, Kernel::kQueries);
   launch(large_forward_kernel<T, kHeadDim, kShared>, "forward", p, blocks * p.batch * p.heads_q, Kernel::kThreads,
          static_cast<int>(sizeof(typename Kernel::Shared)), forward_order(p, blocks, sizeof(T)),
-         PlainScore<float, true>::of(p));
+         ScoreRule<float, PlainProducts<true>>::of(p));
 }
 
 template <class T, int kHeadDim>

@@ -1,4 +1,4 @@
-// What the sm_80 kernels of gradients (backward.cuh, second.cuh) do with the scores of calls with softcap or biases.
+// What the sm_80 kernels of gradients (backward.cuh, second.cuh) do with scores that have options or biases.
 // Warp-uniform branches select the score rule at run time. Stored scores are logits in units of log2, with their
 // biases.
 #pragma once
@@ -21,12 +21,12 @@ __device__ __forceinline__ void weigh_and_differentiate(float (&weights)[kKeyTil
                                                         const SeenBy<kKeyTiles>& seen_by, Dropping& dropping) {
   constexpr int kTogether = 2;  // query tiles
   // The forward of fp32 takes the exact products of small rows where a logit has no other term (make_scores).
-  const bool takes_products = sizeof(T) == 4 && !score.is_capped && !bias.has_any();
+  const bool takes_products = sizeof(T) == 4 && !score.changes_products() && !bias.has_any();
 #pragma unroll
   for (int first = 0; first < N; first += kTogether) {
     float own[kKeyTiles][kTogether][4], logits[kKeyTiles][kTogether][4], gradient[kKeyTiles][kTogether][4];
     each_element<kKeyTiles, kTogether>([&](int i, int n, int e) { own[i][n][e] = weights[i][first + n][e]; });
-    score.make_logits<T>(own);
+    make_logits<T>(score, own);
     each_element<kKeyTiles, kTogether>([&](int i, int n, int e) { logits[i][n][e] = own[i][n][e]; });
     bias.add_columns(logits, first);
     dropping.draw(first);
@@ -45,7 +45,7 @@ __device__ __forceinline__ void weigh_and_differentiate(float (&weights)[kKeyTil
     for (int n = 0; n < kTogether; ++n) {
       bias_gradient.add([&](int i, int e) { return gradient[i][n][e]; }, first + n);
     }
-    score.apply_slope<T>(gradient, own);
+    apply_slope(score, gradient, own);
     each_element<kKeyTiles, kTogether>([&](int i, int n, int e) { dscores[i][first + n][e] = gradient[i][n][e]; });
   }
   bias_gradient.finish();

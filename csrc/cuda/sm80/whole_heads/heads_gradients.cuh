@@ -16,8 +16,8 @@ namespace flashattn_ext::sm80 {
 
 // No option of a score.
 struct PlainHeadGradients {
-  struct Rule : PlainScore<float, false> {
-    static Rule of(const AttnGradParams& p, int) { return {PlainScore<float, false>::of(p)}; }
+  struct Rule : ScoreRule<float, PlainProducts<false>> {
+    static Rule of(const AttnGradParams& p, int) { return {ScoreRule::of(p)}; }
     __device__ __forceinline__ float gradient_scale() const { return softmax_scale; }
     static __device__ __forceinline__ float keep_scale() { return 1; }
   };
@@ -54,7 +54,7 @@ struct PlainHeadGradients {
   }
 };
 
-// Softcap, biases and dropout, found out at run time, with the gradient of a bias of any shape.
+// Options of a score, biases and dropout, found out at run time, with the gradient of a bias of any shape.
 struct GeneralHeadGradients {
   struct Rule : GeneralWorkspace {  // without buffers
     static Rule of(const AttnGradParams& p, int keys) {

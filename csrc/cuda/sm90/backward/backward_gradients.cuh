@@ -87,8 +87,8 @@ struct GroupedGradients : PlainGradients<Scores> {
   using Workspace = GroupedWorkspace;
 };
 
-// Softcap, ALiBi or a relative bias: there are no loads for single scores. Calls with an origin never have this policy
-// (options.h), so the mask is the unplaced one.
+// Options of a score, ALiBi or a relative bias: there are no loads for single scores. Calls with an origin never have
+// this policy (options.h), so the mask is the unplaced one.
 template <class T, class Scores>
 struct DistanceGradients : UnbiasedGradients<Scores> {
   using Workspace = GeneralWorkspace;
@@ -96,7 +96,7 @@ struct DistanceGradients : UnbiasedGradients<Scores> {
   using Bias = typename Arithmetic::Bias;
   static constexpr bool kHasCentres = true;
 
-  typename Scores::Packed slopes;  // with softcap: its derivatives at these scores
+  typename Scores::Packed slopes;  // with an option of a score: derivatives at these scores
   BiasSums<1, false> sums;
 
   // In this form it takes no registers from the consumer warps.

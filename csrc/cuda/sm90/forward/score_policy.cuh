@@ -39,18 +39,18 @@ struct WithoutBiasTiles : Policy {
 struct Fp8ProductScores : DescaledScores<Float8> {
   static constexpr float kWeightScale = LargerWeights::kScale;
 
-  // A factor of products that is not positive, and softcap, are applied to each score.
+  // A factor of products that is not positive, and options of a score, are applied to each score.
   template <class Kernel, class Step, int kRowTiles, int N>
   __device__ __forceinline__ LargerWeights make_logits(const Kernel& kernel, float (&x)[kRowTiles][N][4], const Step&,
                                                        Nothing) {
     const GeneralScore score = kernel.score.times(of_products);
-    if (!score.is_capped && score.factor >= kSmallest<float>) return {score.factor};
-    score.template make_logits<Float8>(x);
+    if (!score.changes_products() && score.factor >= kSmallest<float>) return {score.factor};
+    flashattn_ext::make_logits<Float8>(score, x);
     return {1};
   }
 };
 
-// Softcap, ALiBi or a relative bias: there are no loads for single scores.
+// Options of a score, ALiBi or a relative bias: there are no loads for single scores.
 template <class T, int kKeys>
 struct DistanceScores : CentredScores<T, 1, DistanceBias<false, 1, kKeys / 8>> {
   using Rule = GeneralScore;
@@ -64,7 +64,7 @@ struct DistanceScores : CentredScores<T, 1, DistanceBias<false, 1, kKeys / 8>> {
   __device__ __forceinline__ DistanceLogit make_logits(const Kernel& kernel, float (&x)[1][kKeys / 8][4], const Step&,
                                                        const Bias& bias) {
     DistanceLogit logit;
-    kernel.score.template store<T>(x);
+    store_scores<T>(kernel.score, x);
     logit.factor = bias.add(x, kernel.score.factor, logit.row);
     return logit;
   }

@@ -29,7 +29,7 @@ namespace flashattn_ext::sm90 {
 
 template <class T, int kHeadDim, Options kOptions>
 struct LargeForward {
-  using Score = PlainScore<float, true>;
+  using Score = ScoreRule<float, PlainProducts<true>>;
   static constexpr ForwardTile kTile = tile_of<kernel_table::kSm90Forward, T, kHeadDim, kOptions>();
   static constexpr int kRows = 64, kKeys = kTile.keys;  // rows of a thread block, keys of a step
   static constexpr int kBlocks = 2, kAllRows = kBlocks * kRows;
