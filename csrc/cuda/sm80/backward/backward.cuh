@@ -17,19 +17,19 @@ struct BackwardSizes {
   static constexpr BackwardTile kTile = backward_tile<T, kHeadDim, kLarge>();
 };
 
+template <class T, int kHeadDim, Options kOptions, bool kLarge>
+struct Backward;
+
 // The types that a kernel consists of.
 template <class T, int kHeadDim, Options kOptions, bool kLarge>
 struct BackwardTypes {
   using Policies = BackwardPolicies<kOptions>;
-  using Visibility = typename Policies::Visibility;
+  using Visibility = typename Policies::template Visibility<Backward<T, kHeadDim, kOptions, kLarge>>;
   using Dropping = typename Policies::Dropping;
   using Shape = KeyTileShape<T, kHeadDim, BackwardSizes<T, kHeadDim, kLarge>>;
   using Gradients = typename Policies::template Gradients<T, Shape::kKeyTiles, Shape::kScoreTiles>;
   using Workspace = typename Gradients::Workspace;
 };
-
-template <class T, int kHeadDimension, Options kOptions, bool kLarge>
-struct Backward;
 
 template <class T, int kHeadDim, Options kOptions, bool kLarge,
           class Types = BackwardTypes<T, kHeadDim, kOptions, kLarge>>

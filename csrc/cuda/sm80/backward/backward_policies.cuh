@@ -10,7 +10,8 @@
 namespace flashattn_ext::sm80 {
 
 struct PlainBackwardPolicies {
-  using Visibility = ArithmeticQueries;
+  template <class Kernel>
+  using Visibility = ArithmeticQueries<Kernel>;
   template <class T, int kKeyTiles, int kQueryTiles>
   using Gradients = PlainGradients;
   using Dropping = NoDropout;
@@ -26,11 +27,13 @@ struct BackwardPolicies<kDropout> : PlainBackwardPolicies {
 };
 template <>
 struct BackwardPolicies<kIntervals> : PlainBackwardPolicies {
-  using Visibility = IntervalQueries;
+  template <class Kernel>
+  using Visibility = IntervalQueries<Kernel>;
 };
 template <>
 struct BackwardPolicies<kGeneral> {
-  using Visibility = IntervalQueries;
+  template <class Kernel>
+  using Visibility = IntervalQueries<Kernel>;
   template <class T, int kKeyTiles, int kQueryTiles>
   using Gradients = GeneralGradients<T, kKeyTiles, kQueryTiles>;
   using Dropping = OptionalDropout;

@@ -15,14 +15,16 @@ template <Options kOptions>
 struct JvpPolicies;
 template <>
 struct JvpPolicies<kPlain> {
-  using Visibility = ArithmeticVisibility;
+  template <class Kernel>
+  using Visibility = ArithmeticVisibility<Kernel>;
   template <class T, int kRowTiles, int kKeys>
   using Tangents = PlainTangents;
   using Dropping = NoDropout;
 };
 template <>
 struct JvpPolicies<kGeneral> {
-  using Visibility = IntervalVisibility;
+  template <class Kernel>
+  using Visibility = IntervalVisibility<Kernel>;
   template <class T, int kRowTiles, int kKeys>
   using Tangents = GeneralTangents<T, kRowTiles, kKeys>;
   using Dropping = OptionalDropout;
@@ -32,14 +34,16 @@ template <Options kOptions>
 struct SecondPolicies;
 template <>
 struct SecondPolicies<kPlain> {
-  using Visibility = ArithmeticQueries;
+  template <class Kernel>
+  using Visibility = ArithmeticQueries<Kernel>;
   template <class T, int kKeyTiles, int kQueryTiles>
   using Gradients = PlainSecond;
   using Dropping = NoDropout;
 };
 template <>
 struct SecondPolicies<kGeneral> {
-  using Visibility = IntervalQueries;
+  template <class Kernel>
+  using Visibility = IntervalQueries<Kernel>;
   template <class T, int kKeyTiles, int kQueryTiles>
   using Gradients = GeneralSecond<T, kKeyTiles, kQueryTiles>;
   using Dropping = OptionalDropout;

@@ -27,7 +27,7 @@ template <class T, int kHeadDim, Options kOptions>
 struct Jvp {
   using Core = TensorCore<T>;
   using Policies = JvpPolicies<kOptions>;
-  using Visibility = typename Policies::Visibility;
+  using Visibility = typename Policies::template Visibility<Jvp>;
   using Dropping = typename Policies::Dropping;
   using Step = typename Visibility::Step;
   static constexpr ForwardTile kTile = tile_of<kernel_table::kSm80Jvp, T, kHeadDim, kOptions>();

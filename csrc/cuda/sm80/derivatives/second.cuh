@@ -23,20 +23,20 @@ struct SecondSizes {
   static constexpr BackwardTile kTile = second_tile<T, kHeadDim, kLarge>();
 };
 
+template <class T, int kHeadDim, Options kOptions, bool kLarge>
+struct Second;
+
 // The types that a kernel consists of.
 template <class T, int kHeadDim, Options kOptions, bool kLarge>
 struct SecondTypes {
   using Policies = SecondPolicies<kOptions>;
-  using Visibility = typename Policies::Visibility;
+  using Visibility = typename Policies::template Visibility<Second<T, kHeadDim, kOptions, kLarge>>;
   using Dropping = typename Policies::Dropping;
   using Shape = KeyTileShape<T, kHeadDim, SecondSizes<T, kHeadDim, kLarge>>;
   using Gradients = typename Policies::template Gradients<T, Shape::kKeyTiles, Shape::kScoreTiles>;
   using BaseWorkspace = typename Gradients::Workspace;
   using Workspace = SecondWorkspace<BaseWorkspace>;
 };
-
-template <class T, int kHeadDim, Options kOptions, bool kLarge>
-struct Second;
 
 template <class T, int kHeadDim, Options kOptions, bool kLarge,
           class Types = SecondTypes<T, kHeadDim, kOptions, kLarge>>

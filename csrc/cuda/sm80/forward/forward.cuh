@@ -21,7 +21,7 @@ template <class T, int kHeadDim, Options kOptions>
 struct Forward {
   using Core = TensorCore<T>;
   using Policies = ForwardPolicies<kOptions>;
-  using Visibility = typename Policies::Visibility;
+  using Visibility = typename Policies::template Visibility<Forward>;
   using Dropping = typename Policies::Dropping;
   using Step = typename Visibility::Step;
   static constexpr ForwardTile kTile = tile_of<kernel_table::kSm80Forward, T, kHeadDim, kOptions>();

@@ -10,7 +10,8 @@
 namespace flashattn_ext::sm80 {
 
 struct PlainPolicies {
-  using Visibility = ArithmeticVisibility;
+  template <class Kernel>
+  using Visibility = ArithmeticVisibility<Kernel>;
   template <class T, int kRowTiles, int kKeys>
   using Scores = PlainScores;
   using Dropping = NoDropout;
@@ -26,7 +27,8 @@ struct ForwardPolicies<kDropout> : PlainPolicies {
 };
 template <>
 struct ForwardPolicies<kIntervals> : PlainPolicies {
-  using Visibility = IntervalVisibility;
+  template <class Kernel>
+  using Visibility = IntervalVisibility<Kernel>;
 };
 template <>
 struct ForwardPolicies<kFp8Scores> : PlainPolicies {
@@ -35,11 +37,13 @@ struct ForwardPolicies<kFp8Scores> : PlainPolicies {
 };
 template <>
 struct ForwardPolicies<kFp8General> : ForwardPolicies<kFp8Scores> {
-  using Visibility = IntervalVisibility;
+  template <class Kernel>
+  using Visibility = IntervalVisibility<Kernel>;
 };
 template <>
 struct ForwardPolicies<kGeneral> {
-  using Visibility = IntervalVisibility;
+  template <class Kernel>
+  using Visibility = IntervalVisibility<Kernel>;
   template <class T, int kRowTiles, int kKeys>
   using Scores = GeneralScores<T, kRowTiles, kKeys>;
   using Dropping = OptionalDropout;

@@ -1,5 +1,5 @@
 // Policies of the sm_80 backward (backward.cuh) for visibility: which queries see a tile of keys. An object is of one
-// tile of keys; every thread of a block calls its functions and the static ones.
+// tile of keys; every thread of a block calls its functions and the static ones. Kernel: Backward or Second.
 //   Mask                     causal and window
 //   Notes                    what a block keeps in shared memory for the tile of keys
 //   some(rows), all(rows, length_q)
@@ -24,40 +24,31 @@
 namespace flashattn_ext::sm80 {
 
 // Causal and window alone.
+template <class Kernel>
 struct ArithmeticQueries {
   using Mask = UnplacedMask32;
   struct Notes {};
 
-  template <class Kernel>
   __device__ ArithmeticQueries(const Kernel&, const Mask&, int, int, int) {}
   __device__ Limits some(const Limits& rows) const { return rows; }
   __device__ Limits all(const Limits& rows, int) const { return rows; }
-  template <class Kernel>
   __device__ void note(const Kernel&, const Mask&, int, int, int) const {}
 
-  template <class Kernel>
   static __device__ void isolate_keys(const Kernel&) {}
-  template <class Kernel>
   static __device__ void isolate_queries(const Kernel&, int) {}
-  template <class Kernel, class T>
+  template <class T>
   static __device__ void isolate_key_rows(const Kernel&, T*) {}
-  template <int kRows, class Kernel, class T>
+  template <int kRows, class T>
   static __device__ void isolate_query_rows(const Kernel&, int, T*) {}
-  template <class Kernel>
-  static __device__ Mask mask_of(const Kernel& kernel, int) {
-    return kernel.mask();
-  }
-  template <class Kernel>
+  static __device__ Mask mask_of(const Kernel& kernel, int) { return kernel.mask(); }
   static __device__ int added_before(const Kernel& kernel, int m) {
     return key_tiles_before(kernel.mask(), kernel.n, Kernel::kKeys, m * Kernel::kQueries, Kernel::kQueries);
   }
-  template <class Kernel>
-  static __device__ int added_after(const Kernel&, int before) {
-    return before + 1;
-  }
+  static __device__ int added_after(const Kernel&, int before) { return before + 1; }
 };
 
 // A Mask as well: intervals of rows for each key.
+template <class Kernel>
 struct IntervalQueries {
   using Mask = Mask32;
   struct Notes {
@@ -67,12 +58,10 @@ struct IntervalQueries {
 
   IntervalExtremes of_keys;
 
-  template <class Kernel>
   __device__ IntervalQueries(const Kernel& kernel, const Mask& mask, int key_start, int key0, int end)
       : of_keys(extremes(kernel, key_start, mask.seqlen_k).of_tile(key0, end)) {}
   __device__ Limits some(const Limits& rows) const { return clipped(rows, of_keys); }
   __device__ Limits all(const Limits& rows, int length_q) const { return clipped_to_all(rows, of_keys, length_q); }
-  template <class Kernel>
   __device__ void note(const Kernel& kernel, const Mask& mask, int key_start, int first, int last) const {
     Notes& notes = kernel.notes()->visibility;
     if (threadIdx.x == 0) notes.pairs = IntervalPairs(kernel.p, kernel.b, kernel.hk, key_start);
@@ -85,7 +74,6 @@ struct IntervalQueries {
 
   // Rows of partially masked tiles that are not finite become zeros. Their queries get a log-sum-exp of NaN, which
   // makes their unmasked weights NaN. Their keys get values of NaN, which make their unmasked dS NaN.
-  template <class Kernel>
   static __device__ void isolate_keys(const Kernel& kernel) {
     if (!kernel.p.has_intervals()) return;
     if (Kernel::kStages == 1) {
@@ -94,14 +82,13 @@ struct IntervalQueries {
     }
     isolate_key_rows(kernel, kernel.k_tile);
   }
-  template <class Kernel>
   static __device__ void isolate_queries(const Kernel& kernel, int row0) {
     // The tile of dout follows the tile of q.
     isolate_query_rows<2 * Kernel::kQueries>(kernel, row0, kernel.q_tile);
   }
 
   // Isolates one tile of keys; the next function kRows rows of queries from `tile` on.
-  template <class Kernel, class T>
+  template <class T>
   static __device__ void isolate_key_rows(const Kernel& kernel, T* tile) {
     using RowTile = typename Kernel::RowTile;
     isolate_rows<RowTile, Kernel::kKeys, Kernel::kThreads>(tile, [&](int row, bool finite) {
@@ -112,7 +99,7 @@ struct IntervalQueries {
       }
     });
   }
-  template <int kRows, class Kernel, class T>
+  template <int kRows, class T>
   static __device__ void isolate_query_rows(const Kernel& kernel, int row0, T* tile) {
     if (!kernel.p.has_intervals()) return;
     const auto* const extent = kernel.extent();
@@ -121,24 +108,18 @@ struct IntervalQueries {
       if (!finite) kernel.lse[row % Kernel::kQueries] = not_a_number();
     });
   }
-  template <class Kernel>
   static __device__ IntervalMask mask_of(const Kernel& kernel, int h) {
     return IntervalMask(kernel.mask(), kernel.notes()->visibility.pairs.head(h));
   }
-  template <class Kernel>
   static __device__ int added_before(const Kernel& kernel, int m) {
     const KeyExtremes all = extremes(kernel, kernel.starts()->key, kernel.extent()->length_k);
     const Limits rows{m * Kernel::kQueries, (m + 1) * Kernel::kQueries};
     return key_tile_before<Kernel::kKeys>(all, kernel.mask(), kernel.notes()->visibility.before, rows) + 1;
   }
-  template <class Kernel>
-  static __device__ int added_after(const Kernel& kernel, int) {
-    return kernel.n + 1;
-  }
+  static __device__ int added_after(const Kernel& kernel, int) { return kernel.n + 1; }
 
  private:
   // The extremes for all query heads that read the KV head.
-  template <class Kernel>
   static __device__ KeyExtremes extremes(const Kernel& kernel, int key_start, int length_k) {
     const int group = static_cast<int>(kernel.p.group_size());
     return KeyExtremes(kernel.p, kernel.b, kernel.hk * group, group, key_start, length_k);

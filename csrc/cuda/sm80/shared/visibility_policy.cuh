@@ -1,5 +1,6 @@
 // Policies of the sm_80 forward (forward.cuh) for visibility: over which tiles of keys a tile of queries walks, and
 // which of their scores are masked. All members but those of Walk are static; every thread of a block calls them.
+// Kernel: Forward or Jvp.
 //   Mask                     causal and window
 //   kSlots<kKeys>            of 16 bytes of shared memory (Forward::slot), from slot 4 on
 //   Walk                     a position among the key tiles, the last one first
@@ -20,6 +21,7 @@
 namespace flashattn_ext::sm80 {
 
 // Causal and window alone: visible tiles are contiguous.
+template <class Kernel>
 struct ArithmeticVisibility {
   using Mask = UnplacedMask32;
   static constexpr bool kHasIntervals = false;
@@ -34,42 +36,32 @@ struct ArithmeticVisibility {
     int n, first;
     int first_full, end_full;  // tiles that need no mask
 
-    template <class Kernel>
     __device__ Walk(const Kernel&, int last, int first, int first_full, int end_full)
         : n(last), first(first), first_full(first_full), end_full(end_full) {}
     static __device__ bool is_empty(int) { return false; }
     __device__ int end() const { return first; }
-    template <class Kernel>
-    __device__ int tile(const Kernel&) const {
-      return n;
-    }
-    template <class Kernel>
-    __device__ int advance(const Kernel&) {
-      return --n;
-    }
-    template <class Kernel>
+    __device__ int tile(const Kernel&) const { return n; }
+    __device__ int advance(const Kernel&) { return --n; }
     __device__ Step step(const Kernel&, int n, int) const {
       const bool masked = n < first_full || n >= end_full;
       return {n, masked};
     }
   };
 
-  template <class Kernel>
   static __device__ void start_head(const Kernel&, int, int, int, int) {}
-  template <class Kernel>
   static __device__ void load_pairs(const Kernel&, int) {}
-  template <class Kernel, class Scores>
+  template <class Scores>
   static __device__ void hide(const Kernel&, const Step&, Scores&) {}
-  template <class Kernel, class T>
+  template <class T>
   static __device__ bool isolate(const Kernel&, const Step&, T*) {
     return false;
   }
-  template <class Kernel>
   static __device__ void poison(Kernel&, int) {}
 };
 
 // A Mask: intervals of rows for each key. The first warp finds the key tiles to visit and lists them in shared memory,
 // up to kListed at a time; the intervals of a tile's keys are copied with its values.
+template <class Kernel>
 struct IntervalVisibility {
   using Mask = Mask32;
   static constexpr bool kHasIntervals = true;
@@ -101,18 +93,11 @@ struct IntervalVisibility {
   struct Walk {
     int i = 0;  // index of the tile on the list
 
-    template <class Kernel>
-    __device__ Walk(const Kernel& kernel, int last, int first, int, int) {
-      list_tiles(kernel, last, first);
-    }
+    __device__ Walk(const Kernel& kernel, int last, int first, int, int) { list_tiles(kernel, last, first); }
     static __device__ bool is_empty(int tile) { return tile < 0; }
     static __device__ int end() { return 0; }
-    template <class Kernel>
-    __device__ int tile(const Kernel& kernel) const {
-      return listed_tile(kernel, i);
-    }
+    __device__ int tile(const Kernel& kernel) const { return listed_tile(kernel, i); }
     // After the end of the list there is another one.
-    template <class Kernel>
     __device__ int advance(const Kernel& kernel) {
       const auto [count, next, first] = *list(kernel);
       if (++i >= count && next >= first) {
@@ -122,25 +107,22 @@ struct IntervalVisibility {
       }
       return tile(kernel);
     }
-    template <class Kernel>
     __device__ Step step(const Kernel& kernel, int n, int row) const {
       return {n, is_whole(kernel, i, kernel.row0 + row, 16 * Kernel::kRowTiles),
               is_whole(kernel, i, kernel.row0, Kernel::kQueries), listed(kernel, i)->masked};
     }
   };
 
-  template <class Kernel>
   static __device__ void start_head(const Kernel& kernel, int b, int h, int hk, int key_start) {
     *pairs(kernel) = IntervalPairs(kernel.p, b, hk, key_start).head(h);
   }
-  template <class Kernel>
   static __device__ void load_pairs(const Kernel& kernel, int n) {
     const int key = n * Kernel::kKeys + threadIdx.x, length = kernel.length_k();
     if (threadIdx.x < Kernel::kKeys && *pairs(kernel) != nullptr) {
       ptx::cp_async_8(&listed_key(kernel, threadIdx.x)->seen_by, *pairs(kernel) + min(key, length - 1), key < length);
     }
   }
-  template <class Kernel, class Scores>
+  template <class Scores>
   static __device__ void hide(const Kernel& kernel, const Step& step, Scores& scores) {
     if (step.whole) return;
     hide_keys_by_interval(scores, kernel.score_row(), [&](int tile) {
@@ -152,13 +134,12 @@ struct IntervalVisibility {
 
   // In a partially masked tile, rows of values that are not finite become zeros, and rows of `out` that see them become
   // NaN after the product. ListedKey::is_isolated marks their keys.
-  template <class Kernel, class T>
+  template <class T>
   static __device__ bool isolate(const Kernel& kernel, const Step& step, T* values) {
     return !step.all_whole &&
            isolate_rows<typename Kernel::ValueTile, Kernel::kKeys, Kernel::kThreads>(
                values, [&](int row, bool finite) { listed_key(kernel, row)->is_isolated = !finite; });
   }
-  template <class Kernel>
   static __device__ void poison(Kernel& kernel, int n) {
 #pragma unroll 1
     for (int i = 0; i < Kernel::kKeys; ++i) {
@@ -179,25 +160,16 @@ struct IntervalVisibility {
   }
 
  private:
-  template <class Kernel>
   static __device__ const int2** pairs(const Kernel& kernel) {  // intervals from the head's first key on
     return kernel.template slot<const int2*>(4);
   }
-  template <class Kernel>
-  static __device__ KeyList* list(const Kernel& kernel) {
-    return kernel.template slot<KeyList>(5);
-  }
-  template <class Kernel>
-  static __device__ ListedTile* listed(const Kernel& kernel, int i) {
-    return kernel.template slot<ListedTile>(6 + i);
-  }
-  template <class Kernel>
+  static __device__ KeyList* list(const Kernel& kernel) { return kernel.template slot<KeyList>(5); }
+  static __device__ ListedTile* listed(const Kernel& kernel, int i) { return kernel.template slot<ListedTile>(6 + i); }
   static __device__ ListedKey* listed_key(const Kernel& kernel, int i) {  // keys of the tile of values
     return kernel.template slot<ListedKey>(6 + kListed + i);
   }
 
   // Lists key tiles from `next` down to `first`.
-  template <class Kernel>
   static __device__ void list_tiles(const Kernel& kernel, int next, int first) {
     constexpr int kKeys = Kernel::kKeys;
     if (threadIdx.x < 32) {
@@ -213,12 +185,10 @@ struct IntervalVisibility {
     __syncthreads();
   }
   // The i-th key tile on the list; -1 after the last one.
-  template <class Kernel>
   static __device__ int listed_tile(const Kernel& kernel, int i) {
     return i < list(kernel)->count ? listed(kernel, i)->n : -1;
   }
   // Whether `count` rows from `row` on see all keys of the i-th tile on the list.
-  template <class Kernel>
   static __device__ bool is_whole(const Kernel& kernel, int i, int row, int count) {
     const Limits rows = listed(kernel, i)->seen_by_all;
     return rows.begin <= row && rows.end >= min(row + count, kernel.length_q());
