@@ -39,8 +39,8 @@ struct Jvp : ForwardConsumer<Jvp<T, kHeadDim, TileOfRow, Moves>> {
   static constexpr int kPanels = panels(kHeadDim);
   static constexpr int kScoreTiles = kKeys / 8, kOutTiles = kHeadDim / 8, kSteps = kKeys / 16;
   using Element = T;
-  using Visibility = ArithmeticVisibility;
-  using KeyWalk = Visibility::Walk;
+  using Visibility = ArithmeticVisibility<Jvp>;
+  using KeyWalk = typename Visibility::Walk;
   using Tangents = PlainTangents;
   using Rule = Tangents::Rule;
   using Work = ForwardWork;

@@ -42,14 +42,14 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
   static constexpr int kThreads = (kGroups + 1) * kGroupThreads, kWarps = kGroups * 4;
   static constexpr int kPanels = panels(Operands::kColumns);
   static constexpr int kScoreTiles = kKeys / 8, kOutTiles = kHeadDimV / 8, kSteps = Operands::kSteps;
-  using Visibility = typename Policies::template Visibility<kGroups>;
+  using Visibility = typename Policies::template Visibility<Forward, kGroups>;
   using Scores = typename Policies::template Scores<T, kKeys>;
   using Dropping = typename Policies::template Dropping<kSteps>;
   using Generator = typename Dropping::Generator;
   using Maps = typename Scores::Maps;
   using Score = typename Scores::Rule;
   using KeyWalk = typename Visibility::Walk;
-  static constexpr bool kMasks = Visibility::kHasIntervals;
+  static constexpr bool kMasks = Policies::kMasks;
   static constexpr int kMaskStages = kMasks ? kStages : 0, kMaskBatches = kMasks ? kKeyBatches : 0;
   static constexpr int kPingPong = kForwardPingPong;
   static constexpr bool kTurnsOfValues = kGroups > 2;  // with kInTurn
@@ -436,7 +436,7 @@ __device__ __forceinline__ void run_forward(const AttnParams& p, const typename 
     ptx::barrier_init(&shared.tail_cleared, Kernel::kWarps);
     ptx::fence_barrier_init();
   }
-  Kernel::Visibility::template clear<Kernel>(shared);
+  Kernel::Visibility::clear(shared);
   ptx::wait_for_previous_kernel();
   __syncthreads();
   // The producer warpgroup gives registers to the consumer warpgroups.

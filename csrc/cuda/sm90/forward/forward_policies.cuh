@@ -21,8 +21,9 @@ struct ChunksApart {
 using NoChunks = ChunksApart<ForwardWork>;
 
 struct PlainPolicies {
-  template <int kGroups>
-  using Visibility = ArithmeticVisibility;
+  static constexpr bool kMasks = false;
+  template <class Kernel, int kGroups>
+  using Visibility = ArithmeticVisibility<Kernel>;
   template <class T, int kKeys>
   using Scores = WithoutBiasTiles<PlainScores>;
   template <int kSteps>
@@ -41,8 +42,9 @@ struct ForwardPolicies<kDropout> : PlainPolicies {
 };
 template <>
 struct ForwardPolicies<kIntervals> : PlainPolicies {
-  template <int kGroups>
-  using Visibility = IntervalVisibility<kGroups>;
+  static constexpr bool kMasks = true;
+  template <class Kernel, int kGroups>
+  using Visibility = IntervalVisibility<Kernel, kGroups>;
 };
 template <>
 struct ForwardPolicies<kScores> : PlainPolicies {
@@ -61,14 +63,16 @@ struct ForwardPolicies<kFp8Scores> : PlainPolicies {
 };
 template <>
 struct ForwardPolicies<kFp8General> : ForwardPolicies<kFp8Scores> {
-  template <int kGroups>
-  using Visibility = IntervalVisibility<kGroups>;
+  static constexpr bool kMasks = true;
+  template <class Kernel, int kGroups>
+  using Visibility = IntervalVisibility<Kernel, kGroups>;
 };
 template <>
 struct ForwardPolicies<kGeneral> {
   static constexpr bool kTailsOfCaches = false;
-  template <int kGroups>
-  using Visibility = IntervalVisibility<kGroups>;
+  static constexpr bool kMasks = true;
+  template <class Kernel, int kGroups>
+  using Visibility = IntervalVisibility<Kernel, kGroups>;
   template <class T, int kKeys>
   using Scores = WithoutBiasTiles<GeneralScores<T, 1, kKeys>>;
   template <int kSteps>

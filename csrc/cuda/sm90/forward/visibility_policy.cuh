@@ -1,6 +1,6 @@
 // Policies of the Hopper forward (forward.cuh) for visibility: which tiles of keys a warpgroup computes, and which of
 // their scores are masked besides causal and window. All members are static; all lanes of a warp call the consumer's
-// functions, and their branches are uniform for the warpgroup.
+// functions, and their branches are uniform for the warpgroup. Kernel: Forward or Jvp.
 //   Walk                  a warpgroup's position among the key tiles of a query tile; n: the tile
 //   kTakesLate            as in each_forward_work
 //   kResumes              a query tile may be left and entered again, so that `out` need not be zero at the first step
@@ -8,7 +8,7 @@
 //   init_stage(shared, i), init(shared)
 //                         one thread: barriers of a stage, other barriers
 //   clear(shared)         all threads, before the first __syncthreads
-//   load(...)             the producer warpgroup
+//   load<Derived>(...)    the producer warpgroup. Derived: Kernel, or the kernel derived from it that runs
 //   compute_tile(...)     the consumers: calls compute_steps and skip_step of the kernel for all key tiles
 //   await_keys(kernel)    before the product for the scores
 //   is_last(walk)         whether no later step of the kernel reads the queries of this tile
@@ -24,33 +24,33 @@
 namespace flashattn_ext::sm90 {
 
 // Causal and window alone: visible tiles are contiguous.
+template <class Kernel>
 struct ArithmeticVisibility {
   struct Walk {
     int n;
     int last;  // the tile to end with
   };
   static constexpr bool kTakesLate = false, kResumes = false, kUniformShared = false;
-  static constexpr bool kHasIntervals = false;
   static constexpr int kValueArrivals = 1;
 
   template <class Shared>
   static __device__ __forceinline__ void init_stage(Shared&, int) {}
   template <class Shared>
   static __device__ __forceinline__ void init(Shared&) {}
-  template <class Kernel>
-  static __device__ __forceinline__ void clear(typename Kernel::Shared&) {}
+  template <class Shared>
+  static __device__ __forceinline__ void clear(Shared&) {}
 
-  template <class Kernel, class Maps>
-  static __device__ __forceinline__ void load(typename Kernel::Shared& shared, const AttnParams& p, const Maps& maps,
+  template <class Derived, class Maps>
+  static __device__ __forceinline__ void load(typename Derived::Shared& shared, const AttnParams& p, const Maps& maps,
                                               const TileGrid& grid) {
-    if (threadIdx.x == 0) typename Kernel::Loader{shared, p, maps}.load_tiles(grid);
-    if constexpr (Kernel::kTransposers) {
+    if (threadIdx.x == 0) typename Derived::Loader{shared, p, maps}.load_tiles(grid);
+    if constexpr (Derived::kTransposers) {
       const int warp = uniform(static_cast<int>(threadIdx.x) / 32);
-      if (warp > 0) ValueTransposer<Kernel>{shared, warp - 1}.transpose_tiles();
+      if (warp > 0) ValueTransposer<Derived>{shared, warp - 1}.transpose_tiles();
     }
   }
 
-  template <class Kernel, class Work, class Generator>
+  template <class Work, class Generator>
   static __device__ __forceinline__ void compute_tile(Kernel& kernel, const Work& work, const Generator& generator) {
     // Other warpgroups may see more.
     const Limits own = work.template tiles_of<Kernel::kKeys>(kernel.p, work.row0 + kernel.group * 64);
@@ -61,24 +61,18 @@ struct ArithmeticVisibility {
     n >= own.begin ? kernel.compute_steps(work, walk, generator) : kernel.end_queries();
     for (n = min(n, own.begin - 1); n >= work.first; --n) kernel.skip_step(work, n);
   }
-  template <class Kernel>
   static __device__ __forceinline__ void await_keys(Kernel& kernel) {
     ptx::barrier_wait(&kernel.shared.k_full[kernel.k.stage], kernel.k.parity);
   }
   static __device__ __forceinline__ bool is_last(const Walk& walk) { return walk.n == walk.last; }
-  template <class Kernel>
-  static __device__ __forceinline__ bool has_next(Kernel&, Walk& walk) {
-    return walk.n > walk.last;
-  }
+  static __device__ __forceinline__ bool has_next(Kernel&, Walk& walk) { return walk.n > walk.last; }
   static __device__ __forceinline__ void advance(Walk& walk) { --walk.n; }
-  template <class Kernel>
   static __device__ __forceinline__ void hide(Kernel&, const Walk&, int) {}
-  template <class Kernel>
   static __device__ __forceinline__ void take_poisoned(Kernel&, bool (&)[2]) {}
 };
 
 // A Mask: intervals of rows for each key. The producer warps find and describe the tiles (forward_mask.cuh).
-template <int kGroups>
+template <class Kernel, int kGroups>
 struct IntervalVisibility {
   using KeyTile = sm90::KeyTile<kGroups>;
   struct Walk {
@@ -88,7 +82,6 @@ struct IntervalVisibility {
     int run;       // how many of the following tiles are known already
   };
   static constexpr bool kTakesLate = true, kResumes = true, kUniformShared = true;
-  static constexpr bool kHasIntervals = true;
   static constexpr int kValueArrivals = kValueInspectors;
 
   template <class Shared>
@@ -104,25 +97,25 @@ struct IntervalVisibility {
     }
     ptx::barrier_init(&shared.tiles_end[0], 1);
   }
-  template <class Kernel>
-  static __device__ __forceinline__ void clear(typename Kernel::Shared& shared) {
+  template <class Shared>
+  static __device__ __forceinline__ void clear(Shared& shared) {
     for (int row = threadIdx.x; row < 2 * Kernel::kQueries; row += Kernel::kThreads) shared.poisoned[0][row] = false;
   }
 
-  template <class Kernel, class Maps>
-  static __device__ __forceinline__ void load(typename Kernel::Shared& shared, const AttnParams& p, const Maps& maps,
+  template <class Derived, class Maps>
+  static __device__ __forceinline__ void load(typename Derived::Shared& shared, const AttnParams& p, const Maps& maps,
                                               const TileGrid& grid) {
     const int warp = uniform(static_cast<int>(threadIdx.x) / 32);
     if (warp == 0) {
-      FoundKeyLoader<Kernel, Maps>{shared, p, maps}.load_all();
+      FoundKeyLoader<Derived, Maps>{shared, p, maps}.load_all();
     } else if (warp == 1) {
-      KeyFinder<Kernel>{shared, p}.find_all(grid);
+      KeyFinder<Derived>{shared, p}.find_all(grid);
     } else {
-      inspect_values<Kernel>(shared, p, warp - 2);
+      inspect_values<Derived>(shared, p, warp - 2);
     }
   }
 
-  template <class Kernel, class Work, class Generator>
+  template <class Work, class Generator>
   static __device__ __forceinline__ void compute_tile(Kernel& kernel, const Work& work, const Generator& generator) {
     Walk walk;
     walk.run = 0;
@@ -137,10 +130,8 @@ struct IntervalVisibility {
       }
     }
   }
-  template <class Kernel>
   static __device__ __forceinline__ void await_keys(Kernel&) {}
   static __device__ __forceinline__ bool is_last(const Walk& walk) { return walk.tile.has(KeyTile::kLast); }
-  template <class Kernel>
   static __device__ __forceinline__ bool has_next(Kernel& kernel, Walk& walk) {
     if (walk.run > 0) {  // all rows see all of the next tile, which is not the last one
       ptx::barrier_wait(&kernel.shared.k_full[kernel.k.stage], kernel.k.parity);
@@ -157,7 +148,6 @@ struct IntervalVisibility {
   static __device__ __forceinline__ void advance(Walk&) {}
 
   // row: of this lane's first score.
-  template <class Kernel>
   static __device__ __forceinline__ void hide(Kernel& kernel, const Walk& walk, int row) {
     if (walk.tile.has(kernel.warp_row / 16)) return;
     const int slot = walk.tile.slot();
@@ -167,7 +157,6 @@ struct IntervalVisibility {
     });
   }
   // It also resets that for the query tile after the next.
-  template <class Kernel>
   static __device__ __forceinline__ void take_poisoned(Kernel& kernel, bool (&poisoned)[2]) {
     bool* const rows = &kernel.shared.poisoned[kernel.work_parity ^ 1][kernel.warp_row + g()];
 #pragma unroll
@@ -180,7 +169,6 @@ struct IntervalVisibility {
 
  private:
   // Waits for the next keys and reads their KeyTile.
-  template <class Kernel>
   static __device__ __forceinline__ void receive_keys(Kernel& kernel, Walk& walk) {
     ptx::barrier_wait(&kernel.shared.k_full[kernel.k.stage], kernel.k.parity);
     walk.done = false;

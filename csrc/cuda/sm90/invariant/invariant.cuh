@@ -23,8 +23,7 @@ using ForwardChunking =
 template <class T, int kHeadDim, class TileOfRow, class Policies>
 using ForwardInChunks =
     ChunkedForward<T, kHeadDim, TileOfRow, Policies,
-                   ForwardChunking<TileOfRow::kTile.keys, kHeadDim / 8, TileOfRow::kTile.groups,
-                                   Policies::template Visibility<TileOfRow::kTile.groups>::kHasIntervals>>;
+                   ForwardChunking<TileOfRow::kTile.keys, kHeadDim / 8, TileOfRow::kTile.groups, Policies::kMasks>>;
 
 template <class T, int kHeadDim, class TileOfRow, class Policies>
 struct InvariantForward : ForwardInChunks<T, kHeadDim, TileOfRow, Policies> {
