@@ -16,6 +16,10 @@
 
 namespace flashattn_ext {
 
+// The shared memory of a thread block of a kernel, in bytes.
+template <class Kernel>
+constexpr int kSharedBytesOf = static_cast<int>(sizeof(typename Kernel::Shared));
+
 inline std::runtime_error launch_error(const std::string& kernel, const std::string& reason, const AttnParams& p) {
   auto text = [](int64_t x) { return std::to_string(x); };
   return std::runtime_error("CUDA kernel '" + kernel + "' failed: " + reason + " (B=" + text(p.batch) +

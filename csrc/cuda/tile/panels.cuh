@@ -9,7 +9,7 @@ namespace flashattn_ext {
 constexpr int kPanelColumns = 64;
 // A tile begins at a multiple of these bytes of shared memory: its swizzle repeats after 8 rows of 128 bytes.
 constexpr int kPanelAlignment = 1024;
-// The alignment of a tile that may be empty (maybe_array.cuh).
+// The alignment of a tile that may be empty (MaybeArray in ring.cuh).
 constexpr int panel_alignment(int count) { return count > 0 ? kPanelAlignment : 8; }
 
 // The number of panels of a tile with this many columns.

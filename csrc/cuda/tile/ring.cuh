@@ -1,4 +1,5 @@
-// Rings of stages in shared memory, which one warp fills and others empty.
+// Rings of stages in shared memory, which one warp fills and others empty, and members of shared memory that only some
+// kernels have.
 #pragma once
 
 #include "cuda/ptx/barrier.cuh"
@@ -27,5 +28,27 @@ struct RingPosition {
 __device__ __forceinline__ void release(ptx::Barrier& empty) {
   if (threadIdx.x % 32 == 0) ptx::barrier_arrive(&empty);
 }
+
+template <class T>
+struct alignas(8) NoElements {
+  __device__ __forceinline__ T* begin() { return nullptr; }
+  __device__ __forceinline__ T* end() { return nullptr; }
+};
+
+template <class T, int kCount>
+struct MaybeArrayType {
+  using Type = T[kCount];
+};
+template <class T>
+struct MaybeArrayType<T, 0> {
+  using Type = NoElements<T>;
+};
+
+// An array of kCount elements, which may be arrays themselves; for 0 a type of 8 bytes that code can only loop over.
+// Members behind an empty one are aligned to 8 bytes: tiles need alignas(kPanelAlignment) (panels.cuh). An empty member
+// with [[no_unique_address]] would take no bytes, but nvcc and g++ then give the members behind it different offsets,
+// and the host passes a smaller size of shared memory than the kernel uses.
+template <class T, int kCount>
+using MaybeArray = typename MaybeArrayType<T, kCount>::Type;
 
 }  // namespace flashattn_ext

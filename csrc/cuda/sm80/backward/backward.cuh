@@ -24,10 +24,11 @@ struct Backward;
 template <class T, int kHeadDim, Options kOptions, bool kLarge>
 struct BackwardTypes {
   using Policies = BackwardPolicies<kOptions>;
-  using Visibility = typename Policies::template Visibility<Backward<T, kHeadDim, kOptions, kLarge>>;
+  using Kernel = Backward<T, kHeadDim, kOptions, kLarge>;
+  using Visibility = typename Policies::template Visibility<Kernel>;
   using Dropping = typename Policies::Dropping;
   using Shape = KeyTileShape<T, kHeadDim, BackwardSizes<T, kHeadDim, kLarge>>;
-  using Gradients = typename Policies::template Gradients<T, Shape::kKeyTiles, Shape::kScoreTiles>;
+  using Gradients = typename Policies::template Gradients<Kernel, T, Shape::kKeyTiles, Shape::kScoreTiles>;
   using Workspace = typename Gradients::Workspace;
 };
 

@@ -12,8 +12,8 @@ namespace flashattn_ext::sm80 {
 struct PlainBackwardPolicies {
   template <class Kernel>
   using Visibility = ArithmeticQueries<Kernel>;
-  template <class T, int kKeyTiles, int kQueryTiles>
-  using Gradients = PlainGradients;
+  template <class Kernel, class T, int kKeyTiles, int kQueryTiles>
+  using Gradients = PlainGradients<Kernel>;
   using Dropping = NoDropout;
 };
 
@@ -34,8 +34,8 @@ template <>
 struct BackwardPolicies<kGeneral> {
   template <class Kernel>
   using Visibility = IntervalQueries<Kernel>;
-  template <class T, int kKeyTiles, int kQueryTiles>
-  using Gradients = GeneralGradients<T, kKeyTiles, kQueryTiles>;
+  template <class Kernel, class T, int kKeyTiles, int kQueryTiles>
+  using Gradients = GeneralGradients<Kernel, T, kKeyTiles, kQueryTiles>;
   using Dropping = OptionalDropout;
 };
 

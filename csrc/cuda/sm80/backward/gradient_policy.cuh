@@ -1,7 +1,7 @@
 // Policies of the sm_80 backward (backward.cuh) for scores: how products become weights and dS, and what is summed up
 // for the gradients of biases. A policy is a member of the kernel's object, and may hold registers there; every
-// thread of a block calls its functions, and its branches are uniform for the block. T: the element type; kKeyTiles,
-// kQueryTiles: of a warp's scores.
+// thread of a block calls its functions, and its branches are uniform for the block. Kernel: Backward; T: the element
+// type; kKeyTiles, kQueryTiles: of a warp's scores.
 //   Workspace                of the call
 //   kMasksAlways             the mask of every score is checked, also in tiles that need none
 //   kTwoWords                weights always come from both words of lse; plain kernels of fp32 have them too
@@ -18,14 +18,14 @@
 namespace flashattn_ext::sm80 {
 
 // No option of a score.
+template <class Kernel>
 struct PlainGradients {
   using Workspace = BackwardWorkspace;
   static constexpr bool kMasksAlways = false, kTwoWords = false;
   static constexpr int kRowBytes = 0;
 
-  template <class Kernel>
   __device__ void load_row(const Kernel&, int, int, int64_t, bool) {}
-  template <bool kMasked, class Kernel, class Scores, class SeenBy, class Dropping>
+  template <bool kMasked, class Scores, class SeenBy, class Dropping>
   __device__ void weigh_and_differentiate(const Kernel& kernel, int h, int row0, Scores& weights, Scores& dscores,
                                           const SeenBy& seen_by, Dropping& dropping) {
     constexpr bool kWords = Kernel::kTwoWords;
@@ -35,12 +35,11 @@ struct PlainGradients {
                                                             kernel.lse + first, kernel.log2_sum + first,
                                                             kernel.delta + first, seen_by, dropping);
   }
-  template <class Kernel>
   __device__ void end_head(const Kernel&, int) {}
 };
 
 // Options of a score and biases, found out at run time.
-template <class T, int kKeyTiles, int kQueryTiles>
+template <class Kernel, class T, int kKeyTiles, int kQueryTiles>
 struct GeneralGradients {
   using Workspace = GeneralWorkspace;
   // The centres of a row (rules/bias.h), which are kept behind its statistics.
@@ -61,7 +60,6 @@ struct GeneralGradients {
 
   BiasSums<kKeyTiles, true> sums;
 
-  template <class Kernel>
   __device__ void load_row(const Kernel& kernel, int i, int h, int64_t row, bool exists) {
     RowCentres centres{};
     if (kernel.p.centres.data && exists) {
@@ -69,7 +67,7 @@ struct GeneralGradients {
     }
     row_centres(kernel)[i] = centres;
   }
-  template <bool kMasked, class Kernel, class Scores, class SeenBy, class Dropping>
+  template <bool kMasked, class Scores, class SeenBy, class Dropping>
   __device__ void weigh_and_differentiate(const Kernel& kernel, int h, int row0, Scores& weights, Scores& dscores,
                                           const SeenBy& seen_by, Dropping& dropping) {
     const int query = kernel.score_query(), first = query + 2 * t();
@@ -79,13 +77,9 @@ struct GeneralGradients {
     flashattn_ext::weigh_and_differentiate(weights, dscores, kernel.workspace.score, bias, gradient, kernel.lse + first,
                                            kernel.log2_sum + first, kernel.delta + first, seen_by, dropping);
   }
-  template <class Kernel>
-  __device__ void end_head(const Kernel& kernel, int h) {
-    store_bias_sums(kernel, sums, h);
-  }
+  __device__ void end_head(const Kernel& kernel, int h) { store_bias_sums(kernel, sums, h); }
 
  private:
-  template <class Kernel>
   static __device__ RowCentres* row_centres(const Kernel& kernel) {
     return reinterpret_cast<RowCentres*>(kernel.delta + Kernel::kQueries);
   }

@@ -86,6 +86,7 @@ struct Jvp {
     return reinterpret_cast<X*>(q_tile + at);
   }
   __device__ Head* head() const { return slot<Head>(0); }
+  __device__ Dropout* dropout() const { return slot<Dropout>(1); }
   __device__ KeyPointers* keys() const { return slot<KeyPointers>(2); }
   __device__ KeyPointers* key_tangents() const { return slot<KeyPointers>(3); }
   __device__ int length_q() const { return head()->length_q; }
@@ -133,7 +134,7 @@ struct Jvp {
       *head() = {b, h, static_cast<int>(queries.length), static_cast<int>(sequence.length)};
       *keys() = {first(p.k), first(p.v)};
       *key_tangents() = {first(p.tangents.k), first(p.tangents.v)};
-      Dropping::start_head(*this, b);
+      Dropping::start_head(p, b, dropout());
       Visibility::start_head(*this, b, h, static_cast<int>(hk), static_cast<int>(sequence.start));
     }
     __syncthreads();
@@ -261,8 +262,9 @@ struct Jvp {
         moved[i][k] = Core::from_accumulators(tangents[i], k);
         weights[i][k] = Core::from_accumulators(scores[i], k);
       }
-      Dropping::drop(*this, moved[i], i, n);
-      if (p.tangents.v.data) Dropping::drop(*this, weights[i], i, n);
+      const int row = row0 + tile_row(i), key = n * kKeys;
+      Dropping::template drop<Core>(p, dropout(), head()->h, moved[i], row, key);
+      if (p.tangents.v.data) Dropping::template drop<Core>(p, dropout(), head()->h, weights[i], row, key);
     }
   }
 

@@ -88,6 +88,7 @@ struct Forward {
     return reinterpret_cast<X*>(q_tile + at);
   }
   __device__ Head* head() const { return slot<Head>(0); }
+  __device__ Dropout* dropout() const { return slot<Dropout>(1); }
   __device__ KeyPointers* pointers() const { return slot<KeyPointers>(2); }
   __device__ float* tolerance() const { return slot<float>(3); }
   __device__ int length_q() const { return kSharesLengths ? head()->length_q : own_length_q; }
@@ -116,7 +117,7 @@ struct Forward {
     if (threadIdx.x == 0) {
       *head() = {b, h, own_length_q, own_length_k};
       *pointers() = {row_pointer<const T>(p.k, b, hk, keys.start), row_pointer<const T>(p.v, b, hk, keys.start)};
-      Dropping::start_head(*this, b);
+      Dropping::start_head(p, b, dropout());
       Visibility::start_head(*this, b, h, static_cast<int>(hk), static_cast<int>(keys.start));
       // The sink is the first maximum. If logits could exceed it by the tolerance, weights near 1 would not be exact,
       // and dS would lose digits.
@@ -240,12 +241,15 @@ struct Forward {
       scoring.add_centres(*this, step, i, scores[i], sums, shrink);
 #pragma unroll
       for (int k = 0; k < kSteps; ++k) weights[i][k] = Core::from_accumulators(scores[i], k);
-      if (kDropEarly) Dropping::drop(*this, weights[i], i, step.n);
+      if (kDropEarly) drop(weights, i, step.n);
     }
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
-      if (!kDropEarly) Dropping::drop(*this, weights[i], i, step.n);
+      if (!kDropEarly) drop(weights, i, step.n);
     }
+  }
+  __device__ void drop(Weights& weights, int i, int n) const {
+    Dropping::template drop<Core>(p, dropout(), head()->h, weights[i], row0 + tile_row(i), n * kKeys);
   }
 
   // out += P V

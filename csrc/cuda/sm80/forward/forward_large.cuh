@@ -303,8 +303,7 @@ void launch_forward_large(const AttnParams& p) {
   using Kernel = LargeForward<T, kHeadDim, kShared>;
   const int64_t blocks = tile_count(p.seqlen_q, Kernel::kQueries);
   launch(large_forward_kernel<T, kHeadDim, kShared>, "forward", p, blocks * p.batch * p.heads_q, Kernel::kThreads,
-         static_cast<int>(sizeof(typename Kernel::Shared)), forward_order(p, blocks, sizeof(T)),
-         ScoreRule<float, PlainProducts<true>>::of(p));
+         kSharedBytesOf<Kernel>, forward_order(p, blocks, sizeof(T)), ScoreRule<float, PlainProducts<true>>::of(p));
 }
 
 template <class T, int kHeadDim>

@@ -1,8 +1,10 @@
 // Policies of the sm_80 kernels for dropout. In the forward (forward.cuh) the generator of a head is in slot 1 of
 // shared memory:
 //   kDrops                   whether calls may have dropout
-//   start_head(kernel, b)    one thread, before a head's first tile
-//   drop(kernel, ...)        zeroes the weights that dropout does not keep, of row tile i against key tile n
+//   start_head(p, b, at)     one thread, before a head's first tile; at: that slot
+//   drop<Core>(p, at, h, weights, row, key)
+//                            zeroes the weights that dropout does not keep, of a row tile; h: the head, in shared
+//                            memory; row, key: the first ones
 //   keep_scale(p)            of the weights that are kept
 // In the backward (backward.cuh) an object of Columns has a warp's transposed scores of kKeyTiles key tiles, the
 // first of which begins at `key`, and of the queries from `row` on:
@@ -17,10 +19,9 @@ namespace flashattn_ext::sm80 {
 struct NoDropout {
   static constexpr bool kDrops = false;
 
-  template <class Kernel>
-  static __device__ void start_head(const Kernel&, int) {}
-  template <class Kernel, class Weights>
-  static __device__ void drop(const Kernel&, Weights&, int, int) {}
+  static __device__ void start_head(const AttnParams&, int, Dropout*) {}
+  template <class Core, class Weights>
+  static __device__ void drop(const AttnParams&, const Dropout*, const int&, Weights&, int, int) {}
   static __device__ float keep_scale(const AttnParams&) { return 1.f; }
 
   template <int kKeyTiles>
@@ -37,15 +38,13 @@ struct DrawnDropout {
   static constexpr bool kDrops = true;
   static __device__ bool drops(const AttnParams& p) { return !kIsOption || p.has_dropout(); }
 
-  template <class Kernel>
-  static __device__ void start_head(const Kernel& kernel, int b) {
-    if (drops(kernel.p)) *dropout(kernel) = Dropout(kernel.p, b);
+  static __device__ void start_head(const AttnParams& p, int b, Dropout* at) {
+    if (drops(p)) *at = Dropout(p, b);
   }
-  template <class Kernel, class Weights>
-  static __device__ void drop(const Kernel& kernel, Weights& weights, int i, int n) {
-    if (!drops(kernel.p)) return;
-    const int row = kernel.row0 + kernel.tile_row(i), key = n * Kernel::kKeys;
-    dropout(kernel)->template drop<typename Kernel::Core>(weights, kernel.p.origin, kernel.head()->h, row, key);
+  template <class Core, class Weights>
+  static __device__ void drop(const AttnParams& p, const Dropout* at, const int& h, Weights& weights, int row,
+                              int key) {
+    if (drops(p)) at->template drop<Core>(weights, p.origin, h, row, key);
   }
   static __device__ float keep_scale(const AttnParams& p) {
     return 1 / static_cast<float>(keep_probability(p.dropout_threshold));
@@ -66,12 +65,6 @@ struct DrawnDropout {
     }
     __device__ __forceinline__ bool keeps(int i, int n, int e) const { return kept.keeps(i, n, e); }
   };
-
- private:
-  template <class Kernel>
-  static __device__ Dropout* dropout(const Kernel& kernel) {
-    return kernel.template slot<Dropout>(1);
-  }
 };
 using CounterDropout = DrawnDropout<false>;
 using OptionalDropout = DrawnDropout<true>;

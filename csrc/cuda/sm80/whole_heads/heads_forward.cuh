@@ -44,7 +44,6 @@ struct HeadsForward {
   };
   // A step of keys.
   struct Step {
-    int n;  // as a number of steps of kKeys, where all are as long
     int key;
   };
 
@@ -61,7 +60,6 @@ struct HeadsForward {
   OnlineSoftmax<false> softmax;  // without tolerance the maximum is the largest logit
   Scoring scoring;
   Unit now;
-  int row0;  // of `now`
 
   __device__ __forceinline__ HeadsForward(const AttnParams& p, const Rule& score, const HeadsForwardPlan& plan,
                                           T* shared)
@@ -84,14 +82,10 @@ struct HeadsForward {
     return {at.hk * plan.group + head, (number - head * plan.units) * kRowStep};
   }
   __device__ __forceinline__ int end_of_units() const { return min(at.first + plan.share, plan.units * plan.group); }
-  // What policies ask of a kernel: the first row of a row tile within the query tile, the head, and 16 bytes of shared
-  // memory for the generator of dropout.
-  static __device__ __forceinline__ int tile_row(int) { return 0; }
-  __device__ __forceinline__ const Unit* head() const { return &now; }
-  template <class X>
-  __device__ __forceinline__ X* slot(int) const {
-    static_assert(sizeof(X) <= kVectorBytes);
-    return reinterpret_cast<X*>(end_of_tiles());
+  // The generator of dropout has 16 bytes of shared memory.
+  __device__ __forceinline__ Dropout* dropout() const {
+    static_assert(sizeof(Dropout) <= kVectorBytes);
+    return reinterpret_cast<Dropout*>(end_of_tiles());
   }
   __device__ __forceinline__ T* end_of_tiles() const {
     return v_tile + (plan.keys + plan.warps * kRowStep) * Tile::kStride;
@@ -111,7 +105,7 @@ struct HeadsForward {
     load();
     if (threadIdx.x == 0) {
       ptx::barrier_init(values_arrived(), static_cast<int>(blockDim.x));
-      Dropping::start_head(*this, at.b);
+      Dropping::start_head(p, at.b, dropout());
     }
     ptx::cp_async_wait<1>();
     __syncthreads();
@@ -154,7 +148,6 @@ struct HeadsForward {
     load_queries(number + plan.warps);
     ptx::cp_async_commit();
     now = unit(number);
-    row0 = now.row;
     compute();
     ptx::cp_async_wait<0>();
     __syncwarp();
@@ -195,7 +188,7 @@ struct HeadsForward {
   template <int kCount>
   __device__ __forceinline__ void step(int key) {
     float x[1][kCount / 8][4];
-    const Step place{key / kKeys, key};
+    const Step place{key};
     const auto begun = scoring.begin(*this, place);
     const T* const keys = k_tile + key * Tile::kStride;
     score_product<T, kHeadDim>(
@@ -220,7 +213,7 @@ struct HeadsForward {
     typename Core::A weights[kCount / Core::kK];
 #pragma unroll
     for (int k = 0; k < kCount / Core::kK; ++k) weights[k] = Core::from_accumulators(x[0], k);
-    Dropping::drop(*this, weights, 0, place.n);
+    Dropping::template drop<Core>(p, dropout(), now.h, weights, now.row, key);
     await_values();
     accumulate<Tile, kCount / Core::kK>(
         out, places, [&](int, int k) { return weights[k]; }, v_tile + key * Tile::kStride, 0);

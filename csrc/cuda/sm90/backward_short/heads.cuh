@@ -271,7 +271,7 @@ void heads(const AttnGradParams& p) {
       {static_cast<int>(tile_count(p.seqlen_k, Kernel::kKeys)), 1}, static_cast<int>(p.batch * p.heads_k), nullptr};
   launch_early(heads_kernel<Kernel>, "sm90 backward of heads", p,
                row_of_blocks(head_blocks(p, multiprocessors()), "sm90 backward of heads", p), Kernel::kThreads,
-               static_cast<int>(sizeof(typename Kernel::Shared)), p, workspace, maps, grid);
+               kSharedBytesOf<Kernel>, p, workspace, maps, grid);
   launch_dsink(p, workspace);
 }
 

@@ -357,8 +357,8 @@ void run_jvp(const JvpParams& p) {
   if (all > processors) {
     zero_taken(p, taken);
   }
-  launch(jvp_kernel<Kernel>, "sm90 jvp", p, std::min(all, processors), Kernel::kThreads,
-         static_cast<int>(sizeof(typename Kernel::Shared)), maps, grid, Kernel::Rule::of(p));
+  launch(jvp_kernel<Kernel>, "sm90 jvp", p, std::min(all, processors), Kernel::kThreads, kSharedBytesOf<Kernel>, maps,
+         grid, Kernel::Rule::of(p));
 }
 
 // Runs a call that has the tangents of Moves.

@@ -234,7 +234,7 @@ void packed(const DecodeParams& p, const decode::Plan& plan) {
   grid.plan = plan;
   launch_early(packed_kernel<Kernel>, "sm90 packed", p,
                dim3(static_cast<unsigned>(std::min(plan.blocks, multiprocessors()))), Kernel::kThreads,
-               static_cast<int>(sizeof(typename Kernel::Shared)), p, maps, grid, Kernel::Score::of(p));
+               kSharedBytesOf<Kernel>, p, maps, grid, Kernel::Score::of(p));
 }
 
 }  // namespace flashattn_ext::sm90

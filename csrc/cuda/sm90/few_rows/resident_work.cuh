@@ -235,7 +235,7 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1)
 
 template <class T, class Kernel>
 void launch_resident(const AttnGradParams& p, const BackwardWorkspace& workspace, const decode::BackwardPlan& plan) {
-  static_assert(sizeof(typename Kernel::Shared) <= kSharedLimit);
+  static_assert(kSharedBytesOf<Kernel> <= kSharedLimit);
   const auto rows = [&](const TensorView& t, int64_t columns) {
     return tensor_map(p, t, columns, p.seqlen_q, p.heads_q, p.batch, static_cast<int>(p.seqlen_q), p.dtype, plan.group);
   };
@@ -248,7 +248,7 @@ void launch_resident(const AttnGradParams& p, const BackwardWorkspace& workspace
   const int64_t works = p.batch * p.heads_k * plan.parts;
   launch_early(resident_backward_kernel<Kernel>, "sm90 resident backward", p,
                dim3(static_cast<unsigned>(std::min<int64_t>(works, multiprocessors()))), Kernel::kThreads,
-               static_cast<int>(sizeof(typename Kernel::Shared)), p, workspace, maps, plan);
+               kSharedBytesOf<Kernel>, p, workspace, maps, plan);
 }
 
 }  // namespace flashattn_ext::sm90

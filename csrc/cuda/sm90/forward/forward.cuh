@@ -22,7 +22,6 @@
 #include "cuda/sm90/shared/named_barriers.h"
 #include "cuda/sm90/shared/tiles.h"
 #include "cuda/stages/tile_order.cuh"
-#include "cuda/tile/maybe_array.cuh"
 #include "cuda/tile/ring.cuh"
 #include "cuda/tile/store_row.cuh"
 
@@ -481,8 +480,7 @@ void launch_forward(const AttnParams& p) {
     zero_taken(p, taken);
   }
   launch_early(forward_kernel<Kernel>, "sm90 forward", p, row_of_blocks(std::min(all, processors), "sm90 forward", p),
-               Kernel::kThreads, static_cast<int>(sizeof(typename Kernel::Shared)), p, maps, grid,
-               Kernel::Score::of(p));
+               Kernel::kThreads, kSharedBytesOf<Kernel>, p, maps, grid, Kernel::Score::of(p));
 }
 
 template <class T, int kHeadDim, Options kOptions, int kHeadDimV>

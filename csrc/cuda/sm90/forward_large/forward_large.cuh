@@ -448,7 +448,7 @@ void forward(const AttnParams& p, bool) {
     zero_taken(p, taken);
   }
   launch(large_forward_kernel<T, kHeadDim, kOptions>, "sm90 forward", p, std::min(all, clusters) * Kernel::kBlocks,
-         Kernel::kThreads, static_cast<int>(sizeof(typename Kernel::Shared)), maps, grid, Kernel::Score::of(p));
+         Kernel::kThreads, kSharedBytesOf<Kernel>, maps, grid, Kernel::Score::of(p));
 }
 
 }  // namespace flashattn_ext::sm90

@@ -127,7 +127,7 @@ void invariant(const AttnParams& p) {
   const char* const name = "sm90 invariant forward";
   launch_early(invariant_forward_kernel<Kernel>, name, p,
                row_of_blocks(std::min<int64_t>(tiles, multiprocessors()), name, p), Kernel::kThreads,
-               static_cast<int>(sizeof(typename Kernel::Shared)), p, maps, grid, Kernel::Score::of(p));
+               kSharedBytesOf<Kernel>, p, maps, grid, Kernel::Score::of(p));
 }
 
 template <class T, int kHeadDim, Options kOptions, int kHeadDimV>

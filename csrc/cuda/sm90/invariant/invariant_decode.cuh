@@ -244,7 +244,7 @@ void run_chunk_tasks(const AttnParams& p, const ChunkPartials& partials) {
   const char* const name = "sm90 invariant decode";
   launch_early(invariant_decode_kernel<Kernel>, name, p,
                row_of_blocks(std::min<int64_t>(tasks, multiprocessors()), name, p), Kernel::kThreads,
-               static_cast<int>(sizeof(typename Kernel::Shared)), p, maps, grid, Kernel::Score::of(p));
+               kSharedBytesOf<Kernel>, p, maps, grid, Kernel::Score::of(p));
 }
 
 }  // namespace flashattn_ext::sm90

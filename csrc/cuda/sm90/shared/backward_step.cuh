@@ -10,7 +10,6 @@
 #include "cuda/sm90/shared/backward_work.cuh"
 #include "cuda/sm90/shared/named_barriers.h"
 #include "cuda/stages/tile_order.cuh"
-#include "cuda/tile/maybe_array.cuh"
 #include "cuda/tile/ring.cuh"
 #include "cuda/tile/warp.cuh"
 
@@ -28,7 +27,7 @@ template <class Kernel>
 __device__ __forceinline__ Limits queries_of_tile(const AttnParams& p, const BackwardWork& work, int n) {
   const int key = n * Kernel::kKeys, end = min(key + Kernel::kKeys, work.length_k);
   const Limits rows = work.mask(p).rows_of(key, end);
-  return Kernel::Visibility::template clip<Kernel>(p, work, rows, key, end);
+  return Kernel::Visibility::clip(p, work, rows, key, end);
 }
 
 // Stores whether a lane has loaded the mark of a row (cuda/score/large_rows.cuh).
@@ -232,10 +231,9 @@ struct BackwardLoader {
 };
 
 // The producer warpgroup: the loads and, with a Mask, the inspection.
-template <class Kernel>
-__device__ __forceinline__ void load_or_inspect(typename Kernel::Shared& shared, const AttnGradParams& p,
-                                                const typename Kernel::Workspace& workspace,
-                                                const typename Kernel::Maps& maps, const TileGrid& grid) {
+template <class Kernel, class Shared, class Workspace, class Maps>
+__device__ __forceinline__ void load_or_inspect(Shared& shared, const AttnGradParams& p, const Workspace& workspace,
+                                                const Maps& maps, const TileGrid& grid) {
   const int warp = uniform(static_cast<int>(threadIdx.x) / 32);
   if (warp == 0) {
     BackwardLoader<Kernel>{shared, p, workspace, maps}.load_tiles(grid);
@@ -245,9 +243,9 @@ __device__ __forceinline__ void load_or_inspect(typename Kernel::Shared& shared,
 }
 
 // The body of a kernel.
-template <class Kernel>
-__device__ __forceinline__ void run_backward(const AttnGradParams& p, const typename Kernel::Workspace& workspace,
-                                             const typename Kernel::Maps& maps, const TileGrid& grid) {
+template <class Kernel, class Workspace, class Maps>
+__device__ __forceinline__ void run_backward(const AttnGradParams& p, const Workspace& workspace, const Maps& maps,
+                                             const TileGrid& grid) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) unsigned char memory[];
   typename Kernel::Shared& shared = *reinterpret_cast<typename Kernel::Shared*>(memory);
@@ -268,9 +266,8 @@ __device__ __forceinline__ void run_backward(const AttnGradParams& p, const type
 // --- on the host --------------------------------------------------------------------------------------------------
 
 // name: of the kernel, in errors.
-template <class Kernel, class Entry, class Params>
-void launch_backward_main(Entry kernel, const char* name, const Params& p,
-                          const typename Kernel::Workspace& workspace) {
+template <class Kernel, class Entry, class Params, class Workspace>
+void launch_backward_main(Entry kernel, const char* name, const Params& p, const Workspace& workspace) {
   Params walks = p;  // for the order of tiles each walk has a KV head of its own
   walks.heads_k = Kernel::Heads::count(p);
   const int64_t blocks = tile_count(p.seqlen_k, Kernel::kKeys), all = blocks * p.batch * walks.heads_k;
@@ -285,7 +282,7 @@ void launch_backward_main(Entry kernel, const char* name, const Params& p,
   const TileGrid grid{backward_order(walks, blocks, 2, at_once, Kernel::kSectionHeads), static_cast<int>(all),
                       workspace.key_tiles_taken};
   launch_early(kernel, name, p, row_of_blocks(teams * Kernel::kBlocks, name, p), Kernel::kThreads,
-               static_cast<int>(sizeof(typename Kernel::Shared)), p, workspace, maps, grid);
+               kSharedBytesOf<Kernel>, p, workspace, maps, grid);
 }
 
 }  // namespace flashattn_ext::sm90

@@ -37,7 +37,6 @@ struct ArithmeticQueries {
 
   template <class Kernel>
   static __device__ __forceinline__ void init(typename Kernel::Shared&) {}
-  template <class Kernel>
   static __device__ __forceinline__ Limits clip(const AttnParams&, const BackwardWork&, const Limits& rows, int, int) {
     return rows;
   }
@@ -182,7 +181,6 @@ struct IntervalQueries {
     for (ptx::Barrier& barrier : shared.keys_inspected) ptx::barrier_init(&barrier, Kernel::kInspectors);
     for (ptx::Barrier& barrier : shared.queries_inspected) ptx::barrier_init(&barrier, Kernel::kInspectors);
   }
-  template <class Kernel>
   static __device__ __forceinline__ Limits clip(const AttnParams& p, const BackwardWork& work, const Limits& rows,
                                                 int key, int end) {
     return clipped(rows, key_extremes(p, work).template of_tile<32>(key, end));
