@@ -117,7 +117,7 @@ struct Backward : PingPong {
     }
     for (ptx::Barrier& barrier : shared.dscores_full) ptx::barrier_init(&barrier, kWarps * 32);
     for (ptx::Barrier& barrier : shared.dscores_empty) ptx::barrier_init(&barrier, kGroupThreads);
-    Visibility::template init<Backward>(shared);
+    Visibility::template init<kInspectors>(shared);
   }
 
   // The producer warpgroup: one warp loads, one adds dq to the workspace (two with a bias), and the last two inspect
@@ -332,7 +332,7 @@ struct Backward : PingPong {
 
   __device__ __forceinline__ void await_queries(const Walk& now, const Limits& whole) {
     ptx::barrier_wait(&shared.q_full[queries.stage], queries.parity);
-    Visibility::await_inspection(*this, whole, now.m);
+    Visibility::template await_inspection<Scores, kQueries>(shared, queries, whole, now.m);
   }
 
   // The phase of the products dP^T and dv += P^T dO. Then dP^T becomes dS^T, in `packed` and in shared memory.

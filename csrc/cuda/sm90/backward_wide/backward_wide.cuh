@@ -117,7 +117,7 @@ struct WideBackward {
       ptx::barrier_init(&shared.work_full[i], 1);
       ptx::barrier_init(&shared.work_empty[i], 3 * kGroupThreads + kInspectors);
     }
-    Visibility::template init<WideBackward>(shared);
+    Visibility::template init<kInspectors>(shared);
   }
 
   static __device__ void run(Shared& shared, const AttnGradParams& p, const BackwardWorkspace& workspace,
@@ -417,10 +417,11 @@ struct WideBackward {
         const int part = half_of_pair<kPaired>();
         float* const to = Layout::fragment(workspace, tile, warp_key / 16, part * kQueryPanels * 8);
         ptx::barrier_wait(&shared.dscores_full[dscores_at.stage], dscores_at.parity);
-        const DqOrder order{workspace.dq_added + tile * kBlocks + part, this->thread() == 0,
-                            [&] { return Visibility::added_before(*this, work, now.m, step); },
-                            [&] { return Visibility::added_after(*this, work, now.m, step); },
-                            [&] { ptx::named_barrier_sync(kWideGroup + this->group - 1, kGroupThreads); }};
+        const DqOrder order{
+            workspace.dq_added + tile * kBlocks + part, this->thread() == 0,
+            [&] { return Visibility::template added_before<kKeys, kQueries>(p, shared, work, now.m, step); },
+            [&] { return Visibility::template added_after<kKeys, kQueries>(p, shared, work, now.m, step); },
+            [&] { ptx::named_barrier_sync(kWideGroup + this->group - 1, kGroupThreads); }};
         if constexpr (kSharesKeys) await_other_dscores();
         if (p.deterministic) order.await_earlier_keys();
 #pragma unroll

@@ -2,7 +2,8 @@
 // All members are static.
 //   Work                     the description of a key tile
 //   kHasIntervals            whether a call may have a Mask
-//   init(shared)             one thread: barriers
+//   init<kInspectors>(shared)
+//                            one thread: barriers
 //   clip(p, work, rows, key, end)
 //                            the producer warp: those of `rows`, which causal and window leave, that see any of the
 //                            keys
@@ -13,12 +14,12 @@
 //                            inspected
 //   unmasked(work, part, by_arithmetic)
 //                            queries that see all of the part's 64 keys
-//   whole(p, work), await_inspection(kernel, whole, m)
+//   whole(p, work), await_inspection<Scores, kQueries>(shared, queries, whole, m)
 //                            steps at other queries must wait for their inspection; waits for that of query tile m
 //   choose_order(p, &work)   the producer warp: chooses the order of the key tiles of a head
 //   key_tiles_descend(work)  in a deterministic call: whether they add to dq in descending order, and are computed in
 //                            that order
-//   added_before(kernel, work, m, step), added_after(...)
+//   added_before<kKeys, kQueries>(p, shared, work, m, step), added_after(...)
 //                            in a deterministic call: the values of the counter of query tile m (dq_order.cuh) before
 //                            and after the key tile adds to it. step: counts the steps of the thread block
 #pragma once
@@ -35,15 +36,15 @@ struct ArithmeticQueries {
   using Work = BackwardWork;
   static constexpr bool kHasIntervals = false;
 
-  template <class Kernel>
-  static __device__ __forceinline__ void init(typename Kernel::Shared&) {}
+  template <int kInspectors, class Shared>
+  static __device__ __forceinline__ void init(Shared&) {}
   static __device__ __forceinline__ Limits clip(const AttnParams&, const BackwardWork&, const Limits& rows, int, int) {
     return rows;
   }
   template <class Kernel>
   static __device__ __forceinline__ void describe(const AttnParams&, const BackwardWork&, Work&) {}
-  template <class Kernel>
-  static __device__ __forceinline__ void inspect(typename Kernel::Shared&, const AttnGradParams&, int) {}
+  template <class Kernel, class Shared>
+  static __device__ __forceinline__ void inspect(Shared&, const AttnGradParams&, int) {}
 
   template <class Inspected, int kStages>
   static __device__ __forceinline__ void await(ptx::Barrier* full, Inspected&, const RingPosition<kStages>& at) {
@@ -54,19 +55,20 @@ struct ArithmeticQueries {
     return by_arithmetic();
   }
   static __device__ __forceinline__ Limits whole(const AttnGradParams&, const Work&) { return {}; }
-  template <class Kernel>
-  static __device__ __forceinline__ void await_inspection(const Kernel&, const Limits&, int) {}
+  template <class Scores, int kQueries, class Shared, class Ring>
+  static __device__ __forceinline__ void await_inspection(Shared&, const Ring&, const Limits&, int) {}
 
   static __device__ __forceinline__ void choose_order(const AttnGradParams&, BackwardWork*) {}
   static __device__ __forceinline__ bool key_tiles_descend(const BackwardWork&) { return false; }
-  template <class Kernel>
-  static __device__ __forceinline__ int added_before(const Kernel& kernel, const BackwardWork& work, int m, int) {
-    constexpr int kQueries = Kernel::kQueries;
-    return key_tiles_before(work.mask(kernel.p), work.n, Kernel::kKeys, m * kQueries, kQueries);
+  template <int kKeys, int kQueries, class Shared>
+  static __device__ __forceinline__ int added_before(const AttnGradParams& p, const Shared&, const BackwardWork& work,
+                                                     int m, int) {
+    return key_tiles_before(work.mask(p), work.n, kKeys, m * kQueries, kQueries);
   }
-  template <class Kernel>
-  static __device__ __forceinline__ int added_after(const Kernel& kernel, const BackwardWork& work, int m, int step) {
-    return added_before(kernel, work, m, step) + 1;
+  template <int kKeys, int kQueries, class Shared>
+  static __device__ __forceinline__ int added_after(const AttnGradParams& p, const Shared& shared,
+                                                    const BackwardWork& work, int m, int step) {
+    return added_before<kKeys, kQueries>(p, shared, work, m, step) + 1;
   }
 };
 
@@ -82,9 +84,9 @@ struct ArithmeticQueries {
 constexpr int kStepsKept = 8;  // more than the stages of queries plus the two steps by which dq may lag
 
 // Whether the Mask hides a part of the step at query tile m. whole: MaskedBackwardWork.
-template <class Kernel>
+template <class Scores, int kQueries>
 __device__ __forceinline__ bool is_partial(const Limits& whole, int m) {
-  return Kernel::Scores::is_masked(whole, m * Kernel::kQueries);
+  return Scores::is_masked(whole, m * kQueries);
 }
 
 template <class Kernel>
@@ -100,11 +102,11 @@ struct BackwardInspector {
   __device__ void inspect_tiles() {
     for (;; works.advance()) {
       ptx::barrier_wait(&shared.work_full[works.stage], works.parity);
-      const typename Kernel::Work& work = shared.work[works.stage];
+      const auto& work = shared.work[works.stage];
       if (!uniform(work.exists())) return;
       if (uniform(work.tiles) > 0) {
         const int first = work.first, last = first + work.tiles - 1;
-        inspect_keys(uniform(is_partial<Kernel>(work.whole, first) || is_partial<Kernel>(work.whole, last)));
+        inspect_keys(uniform(is_partial(work, first) || is_partial(work, last)));
         if (p.deterministic && warp == 0) {
           const Limits walk{first * Kernel::kQueries, (last + 1) * Kernel::kQueries};
           const EarlierKeyTile before = key_tile_before<Kernel::kKeys>(
@@ -115,7 +117,7 @@ struct BackwardInspector {
         for (typename Kernel::Walk now(p, work, static_cast<int>(p.group_size())); now.left > 0; now.advance()) {
           if (p.deterministic && warp == 0) find_key_tile_before(work, now.m);
           ++step;
-          inspect_queries(uniform(is_partial<Kernel>(work.whole, now.m)));
+          inspect_queries(uniform(is_partial(work, now.m)));
         }
       }
       release(shared.work_empty[works.stage]);
@@ -123,6 +125,9 @@ struct BackwardInspector {
   }
 
  private:
+  static __device__ __forceinline__ bool is_partial(const MaskedBackwardWork& work, int m) {
+    return sm90::is_partial<typename Kernel::Scores, Kernel::kQueries>(work.whole, m);
+  }
   __device__ void inspect_keys(bool partial) {
     const int stage = keys.stage;
     ptx::barrier_wait(&shared.k_full[stage], keys.parity);
@@ -176,10 +181,10 @@ struct IntervalQueries {
   using Work = MaskedBackwardWork;
   static constexpr bool kHasIntervals = true;
 
-  template <class Kernel>
-  static __device__ __forceinline__ void init(typename Kernel::Shared& shared) {
-    for (ptx::Barrier& barrier : shared.keys_inspected) ptx::barrier_init(&barrier, Kernel::kInspectors);
-    for (ptx::Barrier& barrier : shared.queries_inspected) ptx::barrier_init(&barrier, Kernel::kInspectors);
+  template <int kInspectors, class Shared>
+  static __device__ __forceinline__ void init(Shared& shared) {
+    for (ptx::Barrier& barrier : shared.keys_inspected) ptx::barrier_init(&barrier, kInspectors);
+    for (ptx::Barrier& barrier : shared.queries_inspected) ptx::barrier_init(&barrier, kInspectors);
   }
   static __device__ __forceinline__ Limits clip(const AttnParams& p, const BackwardWork& work, const Limits& rows,
                                                 int key, int end) {
@@ -204,8 +209,8 @@ struct IntervalQueries {
     }
     if (lane == 0) to.whole = whole;
   }
-  template <class Kernel>
-  static __device__ __forceinline__ void inspect(typename Kernel::Shared& shared, const AttnGradParams& p, int warp) {
+  template <class Kernel, class Shared>
+  static __device__ __forceinline__ void inspect(Shared& shared, const AttnGradParams& p, int warp) {
     const int inspector = warp - (4 - Kernel::kInspectors);
     if (inspector >= 0) BackwardInspector<Kernel>{shared, p, inspector}.inspect_tiles();
   }
@@ -224,11 +229,11 @@ struct IntervalQueries {
   static __device__ __forceinline__ Limits whole(const AttnGradParams& p, const Work& work) {
     return {uniform(work.whole.begin), p.deterministic ? 0 : uniform(work.whole.end)};
   }
-  template <class Kernel>
-  static __device__ __forceinline__ void await_inspection(const Kernel& kernel, const Limits& whole, int m) {
-    const auto& queries = kernel.queries;
-    if (is_partial<Kernel>(whole, m))
-      ptx::barrier_wait(&kernel.shared.queries_inspected[queries.stage], queries.parity);
+  template <class Scores, int kQueries, class Shared, class Ring>
+  static __device__ __forceinline__ void await_inspection(Shared& shared, const Ring& queries, const Limits& whole,
+                                                          int m) {
+    if (is_partial<Scores, kQueries>(whole, m))
+      ptx::barrier_wait(&shared.queries_inspected[queries.stage], queries.parity);
   }
 
   // Descending with several query heads for each KV head, unless one document has half of the queries. The key tiles of
@@ -247,12 +252,14 @@ struct IntervalQueries {
   static __device__ __forceinline__ bool key_tiles_descend(const BackwardWork& work) {
     return uniform(work.descends) != 0;
   }
-  template <class Kernel>
-  static __device__ __forceinline__ int added_before(const Kernel& kernel, const BackwardWork&, int, int step) {
-    return kernel.shared.added_before[step % kStepsKept];
+  template <int kKeys, int kQueries, class Shared>
+  static __device__ __forceinline__ int added_before(const AttnGradParams&, const Shared& shared, const BackwardWork&,
+                                                     int, int step) {
+    return shared.added_before[step % kStepsKept];
   }
-  template <class Kernel>
-  static __device__ __forceinline__ int added_after(const Kernel&, const BackwardWork& work, int, int) {
+  template <int kKeys, int kQueries, class Shared>
+  static __device__ __forceinline__ int added_after(const AttnGradParams&, const Shared&, const BackwardWork& work, int,
+                                                    int) {
     return work.n + 1;
   }
 };

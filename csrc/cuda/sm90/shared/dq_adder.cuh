@@ -134,9 +134,10 @@ struct DqAdder {
 
   template <class Step>
   __device__ __forceinline__ auto order(const BackwardWork& work, const Step& now, int ahead = 0) const {
-    return DqOrder{workspace.dq_added + tile(work, now), true,
-                   [&, ahead] { return Visibility::added_before(*this, work, now.m, step + ahead); },
-                   [&] { return Visibility::added_after(*this, work, now.m, step); }, [] {}};
+    return DqOrder{
+        workspace.dq_added + tile(work, now), true,
+        [&, ahead] { return Visibility::template added_before<kKeys, kQueries>(p, shared, work, now.m, step + ahead); },
+        [&] { return Visibility::template added_after<kKeys, kQueries>(p, shared, work, now.m, step); }, [] {}};
   }
   template <class Step>
   __device__ __forceinline__ void await_earlier_keys(const BackwardWork& work, const Step& now,
