@@ -34,19 +34,16 @@ COMPILER = os.environ.get("CXX", "c++")
 # The sources that take longest to compile come first, by measured time, so that no core compiles alone at the end.
 SOURCES = [
     "csrc/module/torch.cpp",
-    # Two sources per instruction set; on other architectures they compile to empty objects.
+    # On other architectures the sources of an instruction set compile to empty objects.
+    "csrc/cpu/inst/generic.cpp",
     "csrc/cpu/inst/avx512.cpp",
     "csrc/cpu/inst/neon.cpp",
     "csrc/cpu/inst/avx2.cpp",
-    "csrc/cpu/inst/generic.cpp",
+    "csrc/cpu/inst/avx512_bf16.cpp",
+    "csrc/cpu/inst/neon_bf16.cpp",
     "csrc/cpu/inst/avx512_derivatives.cpp",
     "csrc/cpu/inst/neon_derivatives.cpp",
     "csrc/cpu/inst/avx2_derivatives.cpp",
-    "csrc/cpu/inst/generic_derivatives.cpp",
-    "csrc/cpu/inst/avx512_bf16.cpp",
-    "csrc/cpu/inst/neon_bf16.cpp",
-    "csrc/cpu/inst/avx512_bf16_derivatives.cpp",
-    "csrc/cpu/inst/neon_bf16_derivatives.cpp",
     "csrc/backend/backend.cpp",
     "csrc/cpu/caches.cpp",
     "csrc/cpu/dispatch.cpp",

@@ -31,14 +31,9 @@ CASES = {
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 # In place of the sources of a CUDA backend in a private build.
 KERNELS = ("caches", "dispatch", "dropout_mask", "tile_size", "inst/generic")
-# No derivatives, which would take a third of the compile time.
 TABLE = """#include "cpu/kernels.h"
 namespace flashattn_ext {
 const CpuKernels& cpu_kernels(DType) { return kGenericKernels; }
-namespace generic {
-extern const CpuDerivatives kDerivatives;
-const CpuDerivatives kDerivatives{};
-}  // namespace generic
 }  // namespace flashattn_ext
 """
 

@@ -15,7 +15,8 @@
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")
 #endif
 
-#include FLASHATTN_INSTANTIATED
+#include "cpu/inst/instantiate.h"
+#include "cpu/inst/instantiate_derivatives.h"
 
 #if defined(__clang__)
 #pragma clang attribute pop

@@ -4,4 +4,5 @@
 #define FLASHATTN_ISA generic
 #define FLASHATTN_KERNELS kGenericKernels
 
-#include FLASHATTN_INSTANTIATED
+#include "cpu/inst/instantiate.h"
+#include "cpu/inst/instantiate_derivatives.h"

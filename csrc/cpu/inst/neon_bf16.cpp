@@ -14,7 +14,8 @@
 #pragma GCC target("arch=armv8.2-a+bf16")
 #endif
 
-#include FLASHATTN_INSTANTIATED
+#include "cpu/inst/instantiate.h"
+#include "cpu/inst/instantiate_derivatives.h"
 
 #if defined(__clang__)
 #pragma clang attribute pop
