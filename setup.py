@@ -53,6 +53,9 @@ SOURCES = [
     "csrc/cpu/tile_size.cpp",
 ]
 
+# Of the CUDA sources these stages take longest, 40 to 70 seconds; as the last ones they would be compiled on a few cores.
+LONGEST_CUDA = ("sm90_second_", "sm90_jvp_")
+
 
 def stop(message: str) -> None:
     sys.exit(f"flashattn_ext: {message}")
@@ -278,17 +281,18 @@ def extension(torch, with_cuda: bool):
     if with_cuda:
         from torch.utils.cpp_extension import CUDA_HOME
 
-        cuda = sources.cuda_sources(ROOT / "build" / "cuda_instances", sm90=has_sm90, pairs=True)
+        paths = sources.cuda_sources(ROOT / "build" / "cuda_instances", sm90=has_sm90, pairs=True)
+        cuda = [str(path.relative_to(ROOT)) for path in paths]
         nvcc = os.environ.get("PYTORCH_NVCC") or shlex.quote(str(Path(CUDA_HOME, "bin", "nvcc")))
         # Each source is compiled for the architectures that it has kernels for.
         os.environ["PYTORCH_NVCC"] = f"{shlex.join([sys.executable, str(ROOT / 'csrc' / 'sources.py'), 'nvcc'])} {nvcc}"
+    early = [*SOURCES, *(path for path in cuda if Path(path).name.startswith(LONGEST_CUDA))]
     build = CUDAExtension if with_cuda else CppExtension
     return build(
         "flashattn_ext._C",
-        # setuptools sorts sources by name and compiles them in that order: one with more "./" in front comes earlier, and all of
-        # SOURCES before build/cuda_instances.
-        [f"{'./' * (len(SOURCES) - n)}{source}" for n, source in enumerate(SOURCES)]
-        + [str(path.relative_to(ROOT)) for path in cuda],
+        # setuptools sorts sources by name and compiles them in that order: one with more "./" in front comes earlier.
+        [f"{'./' * (len(early) - n)}{source}" for n, source in enumerate(early)]
+        + [path for path in cuda if path not in early],
         extra_compile_args=flags,
         extra_link_args=[*cxx_library(), *openmp_library(torch)],
     )

@@ -378,10 +378,13 @@ def test_the_list_needs_no_package(tmp_path: Path) -> None:
     ],
 )
 def test_a_source_is_compiled_for_the_gpus_that_run_it(source: str, targets: list[str], kept: list[str]) -> None:
-    command = ["nvcc", *targets, "-O3", "-c", f"somewhere/{source}.cu", "-o", "a.o"]
-    assert sources.nvcc_command(command) == ["nvcc", *kept, *command[1 + len(targets) :]]
-    once = sources.nvcc_command(command, once=True)
-    assert once[: once.index("-O3")] == ["nvcc", kept[0]]
+    def command(level: str, targets: list[str]) -> list[str]:
+        return ["nvcc", *targets, level, "-c", f"somewhere/{source}.cu", "-o", "a.o"]
+
+    level = "-O1" if source in sources.rows_of_sources(sm90=True) else "-O3"  # of host code
+    assert sources.nvcc_command(command("-O3", targets)) == command(level, kept)
+    once = sources.nvcc_command(command("-O3", targets), once=True)
+    assert once[: once.index(level)] == ["nvcc", kept[0]]
 
 
 def test_host_code_is_compiled_once() -> None:
@@ -398,8 +401,13 @@ def test_host_code_is_compiled_once() -> None:
 
 
 def test_the_dispatch_of_hopper_is_compiled_for_hopper() -> None:
-    command = ["nvcc", *DEFAULT, "-c", "csrc/cuda/sm90/dispatch.cu"]
-    assert sources.nvcc_command(command) == ["nvcc", DEFAULT[2], "-c", "csrc/cuda/sm90/dispatch.cu"]
+    command = ["nvcc", *DEFAULT, "-O3", "-c", "csrc/cuda/sm90/dispatch.cu"]
+    assert sources.nvcc_command(command) == ["nvcc", DEFAULT[2], "-O3", "-c", "csrc/cuda/sm90/dispatch.cu"]
+
+
+def test_host_code_of_both_16_bit_types_is_that_of_one() -> None:
+    command = sources.nvcc_command(["nvcc", *DEFAULT, "-O3", "-c", "somewhere/sm90_forward_16bit_128.cu"])
+    assert command == ["nvcc", DEFAULT[2], "-O1", "-c", "somewhere/sm90_forward_16bit_128.cu"]
 
 
 # Registers
