@@ -31,6 +31,10 @@ import torch
 import flashattn_ext
 from flashattn_ext import _C
 
+# torch.compile looks for the vectors that the C++ compiler and this machine have by compiling and loading a program for each kind, in each
+# process; and code with vectors takes longer to compile. What surrounds our calls computes the same without.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
+
 ALL_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 EMULATOR = "ascend-emulator"
 RANDOM_CALLS = 40

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
+import os
 import sys
 import time
 import types
@@ -87,3 +89,13 @@ def end_capture() -> None:
 def replay(seed: int, offset: int) -> None:
     """Runs what was recorded once more, with other values in the generator's memory."""
     _library.npu_replay(ctypes.c_int64(seed), ctypes.c_int64(offset))
+
+
+def _write_kernels(path: str) -> None:
+    """Adds a line to a file: the last argument of this process, which for a rung of `doctor` is its name, and the kernels that ran."""
+    with open(path, "a") as file:
+        print(sys.argv[-1], *ran(), sep="|", file=file)
+
+
+if "TEST_NPU_KERNELS" in os.environ:
+    atexit.register(_write_kernels, os.environ["TEST_NPU_KERNELS"])
