@@ -311,8 +311,20 @@ def compiled_parts() -> dict:
     write_build_config(torch, with_cuda)  # before build_py collects the modules
     from torch.utils.cpp_extension import BuildExtension
 
+    class Build(BuildExtension):
+        """Keeps the objects of an editable installation, too, for which setuptools names a folder that it removes: the next build
+        compiles what has changed.
+        """
+
+        def finalize_options(self) -> None:
+            super().finalize_options()
+            if "editable_wheel" in sys.argv:
+                self.build_temp = os.path.join(
+                    "build", f"temp.{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
+                )
+
     os.environ.setdefault("NINJA_STATUS", "[compiled %f of %t] ")
-    return {"ext_modules": [extension(torch, with_cuda)], "cmdclass": {"build_ext": BuildExtension}}
+    return {"ext_modules": [extension(torch, with_cuda)], "cmdclass": {"build_ext": Build}}
 
 
 setup(**compiled_parts())

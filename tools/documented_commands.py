@@ -4,8 +4,8 @@
 
 First it makes the source distribution (without torch), unpacks it and builds its wheel. Commands of pip and of the package
 run in the unpacked tree, in an environment of their own, which has torch but not this package; `make` and scripts run in
-the checkout. That tree is compiled with -O1, in half the time: the commands do not measure anything. RULES maps every
-command to the command that runs; a command without a rule is an error, also in tests/builds/test_documentation.py. The
+the checkout. That tree takes the objects of the checkout's own build where they are of the same text (reused_objects.py).
+RULES maps every command to the command that runs; a command without a rule is an error, also in tests/builds/test_documentation.py. The
 Python blocks of a page in CODE run in that environment as one program. Commands that install run first and alone, all
 others in parallel on all cores.
 """
@@ -184,7 +184,8 @@ def environment() -> dict[str, str]:
     pip.write_text(f'#!/bin/sh\nexec {shlex.quote(str(home / "bin" / "python"))} -m pip "$@"\n')
     pip.chmod(0o755)
     compiler = home / "bin" / "compiler"
-    compiler.write_text(f'#!/bin/sh\nexec {os.environ.get("CXX", "c++")} "$@" -O1\n')
+    reuses = shlex.join([sys.executable, "-I", str(ROOT / "tools" / "reused_objects.py"), str(ROOT), str(FOLDER)])
+    compiler.write_text(f'#!/bin/sh\nexec {reuses} {os.environ.get("CXX", "c++")} "$@"\n')
     compiler.chmod(0o755)
     # Isolated builds use ninja from the package index. The other builds use the same ninja, so that objects are
     # compiled once.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -30,7 +31,7 @@ def build(
     for name in ("setup.py", "pyproject.toml", "VERSION", "README.md"):
         if (ROOT / name).exists():
             shutil.copy(ROOT / name, tmp_path / name)
-    (tmp_path / "flashattn_ext").mkdir()
+    (tmp_path / "flashattn_ext").mkdir(exist_ok=True)
     return subprocess.run(
         [python or warm_python.interpreter(), *command],
         cwd=tmp_path,
@@ -115,6 +116,19 @@ def test_the_probe_compiles_with_the_standard_of_this_torch(tmp_path: Path) -> N
         for is_probe in (False, True)
     }
     assert len(standards[True]) == 1 and standards[True] == standards[False]
+
+
+def test_an_editable_installation_keeps_its_objects(tmp_path: Path) -> None:
+    """They were in a folder that setuptools removes, so that the first build after `make develop` compiled everything again."""
+    make_sources(tmp_path)
+    packages = re.search(r"^packages = (\[.*\])$", (ROOT / "pyproject.toml").read_text(), re.M)[1]
+    for package in json.loads(packages):
+        (tmp_path / package.replace(".", "/")).mkdir(parents=True, exist_ok=True)
+    done = build(tmp_path, ["setup.py", "editable_wheel", "-d", "wheel"], FLASHATTN_EXT_CUDA="0")
+    assert done.returncode == 0, done.stderr
+    assert [path.name for path in tmp_path.glob("build/temp.*/csrc/module/*.o")] == ["torch.o"]
+    done = build(tmp_path, FLASHATTN_EXT_CUDA="0")
+    assert done.returncode == 0 and "ninja: no work to do" in done.stdout, done.stdout + done.stderr
 
 
 def test_a_compiler_without_the_standard_of_this_torch_is_too_old(tmp_path: Path) -> None:
