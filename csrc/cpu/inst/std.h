@@ -2,9 +2,9 @@
 // functions are not compiled for it.
 #pragma once
 
-// What the sources of the largest instruction sets instantiate. Each *_derivatives.cpp defines it before it includes the
-// source of its instruction set; the two compile in parallel. The other sources, which take less time, have everything:
-// both parts use the same products.
+// What the sources of the largest instruction sets instantiate. Each *_derivatives.cpp defines it before it includes
+// the source of its instruction set; the two compile in parallel. The other sources, which take less time, have
+// everything: both parts use the same products.
 #if !defined(FLASHATTN_INSTANTIATED)
 #define FLASHATTN_INSTANTIATED "cpu/inst/instantiate.h"
 #endif
