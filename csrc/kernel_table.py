@@ -20,6 +20,7 @@ TYPES = {"k16Bit": ("fp16", "bf16"), "kFp16": ("fp16",), "kBf16": ("bf16",), "kF
 SUFFIXES = {
     "kPlain": "",
     "kGroups": "",
+    "kBrief": "_brief",
     "kDropout": "",
     "kIntervals": "_masks",
     "kUnmasked": "_options",

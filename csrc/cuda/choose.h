@@ -2,8 +2,7 @@
 // one Choice, which the sizes of workspaces, the runs, supports() and `slow` read. How a kernel then divides its work
 // is in its own folder.
 //
-// This is host code, and needs neither CUDA's headers nor a GPU: tests/builds/test_choose.py runs it for several
-// sizes of GPUs.
+// This is host code without CUDA's headers: tests/builds/test_choose.py runs it for several sizes of GPUs.
 #pragma once
 
 #include <algorithm>
@@ -124,7 +123,8 @@ class Chooser {
     const KernelCall call = forward_call(p);
     if (const TableRow row = short_forward_row(p, call)) return {row};
     if (const TableRow row = heads_forward_row(p, call)) return {row};
-    Choice choice{forward_row(call)};
+    const TableRow brief = brief_forward_row(p, call);
+    Choice choice{brief ? brief : forward_row(call)};
     const bool is_narrow = p.dtype == DType::kFloat8;  // a prefill has already widened its keys and values
     if (p.invariant && has_few_queries(p) && has_chunks(cached_call(p), choice.row)) {
       choice.way = Way::kChunks;
@@ -339,9 +339,8 @@ class Chooser {
   // --- short sequences, whose keys a thread block has in shared memory ---------------------------------------------
   // Figures are microseconds on an H200 in bf16. The choices do not depend on the batch size (see above).
 
-  // wgmma, beside sm80/whole_heads and the forward of long sequences: 64x197 12x64 46, 52 and 59; 32x128
-  // 12x64 9.4, 11.5 and 11.9; 64x77 12x64 16.3, 16.4 and 22.1. Classes of 32 columns have no kernel, and with 128 it is
-  // not faster: 64x128 16x128 42.5 and 42.5, 16x192 16x128 20.8 and 18.7.
+  // wgmma, beside sm80/whole_heads and the forward of long sequences: 64x197 12x64 46, 52 and 59; 32x128 12x64 9.4,
+  // 11.5 and 11.9; 64x77 12x64 16.3, 16.4 and 22.1. The class of 32 columns has no kernel.
   static bool prefers_short_forward(const AttnParams& p) {
     return p.seqlen_k > 80 && p.seqlen_k <= sm90::kMostBoxRows && std::max(p.head_dim, p.head_dim_v) > 32;
   }
@@ -383,6 +382,20 @@ class Chooser {
     const auto& kernel = table_row<Stage::kSm90ShortForward>(row);
     const auto plan = sm90::ShortForwardPlan::of(p, compiled_tile(kernel.tiles), gpu_.multiprocessors);
     return has_room(plan.shared_bytes(kernel.head_dims.qk), plan.blocks(p)) ? row : TableRow{};
+  }
+  // Tiles of 128 queries and keys in place of 192 and 80, if fewer of their products are empty: 32x256 16x128 46.1
+  // beside 57.1, 64x128 37.9 and 42.1, 32x96 19.0 and 22.7; but 16x192 25.2 and 17.9, 64x80 12x128 26.7 and 23.1.
+  TableRow brief_forward_row(const AttnParams& p, KernelCall call) const {
+    constexpr int64_t kMostKeys = 256, kNarrowColumns = 96;  // which have a class of their own
+    if (call.options != kPlain || call.is_invariant || !sm80::runs_in_whole_heads(p)) return {};
+    if (p.seqlen_k > kMostKeys || std::max(p.head_dim, p.head_dim_v) <= kNarrowColumns) return {};
+    const TableRow plain = hoppers<Stage::kSm90Forward>(call);
+    call.options = kBrief;
+    const TableRow brief = hoppers<Stage::kSm90Forward>(call);
+    const auto products = [&p](const TableRow& row) {
+      return sm90::padded_products(p, compiled_tile(table_row<Stage::kSm90Forward>(row).tiles));
+    };
+    return brief && 4 * products(brief) <= 3 * products(plain) ? brief : TableRow{};
   }
   TableRow heads_forward_row(const AttnParams& p, const KernelCall& call) const {
     const TableRow row = first<Stage::kSm80HeadsForward>(call);

@@ -67,8 +67,10 @@ int main() {
     const Gpu gpu{static_cast<int>(number("processors", 132)), static_cast<int>(number("shared", 227)) * 1024};
     const Chooser chooser(number("sm80", 0) ? Family::kEveryGpu : Family::kHopper, gpu);
     const Choice choice = op == "decode" ? chooser.decode(p) : op == "backward" ? chooser.backward(g) : chooser.forward(p);
-    std::printf("%s %s %s %d\n", kWays[int(choice.way)], kStages[int(choice.row.stage)], kInputs[int(choice.inputs)],
-                int(choice.transposes));
+    const bool is_brief =
+        choice.row.stage == Stage::kSm90Forward && table_row<Stage::kSm90Forward>(choice.row).options == kBrief;
+    std::printf("%s %s%s %s %d\n", kWays[int(choice.way)], kStages[int(choice.row.stage)], is_brief ? "Brief" : "",
+                kInputs[int(choice.inputs)], int(choice.transposes));
   }
 }
 """
@@ -101,6 +103,13 @@ CALLS = {
     "forward Sq=65 Sk=65 softcap=30 D=64": "tiles kSm90Forward aligned 0",
     "forward Sq=96 Sk=96 softcap=30 D=32": "tiles kSm80HeadsForward aligned 0",
     "forward Sq=256 Sk=256 softcap=30 D=64 sm80=1": "tiles kSm80HeadsForward aligned 0",
+    # Tiles of 128 rows and keys, where they leave less empty.
+    "forward Sq=256 Sk=256": "tiles kSm90ForwardBrief aligned 0",
+    "forward Sq=128 Sk=128 causal=1 D=112": "tiles kSm90ForwardBrief aligned 0",
+    "forward Sq=192 Sk=192": "tiles kSm90Forward aligned 0",
+    "forward Sq=256 Sk=257": "tiles kSm90Forward aligned 0",
+    "forward Sq=256 Sk=256 D=96": "tiles kSm90Forward aligned 0",
+    "forward Sq=256 Sk=256 deterministic=1": "tiles kSm90Forward aligned 0",
     "forward Sq=64 Sk=64 invariant=1": "tiles kSm90Invariant aligned 0",
     "forward Sq=64 Sk=64 type=fp32": "tiles kSm80Forward aligned 0",
     "forward Sq=256 Sk=256 D=64 sm80=1 shared=48": "tiles kSm80Forward aligned 0",

@@ -33,6 +33,8 @@ constexpr sm90::BackwardOrder kApart = sm90::BackwardOrder::kApart, kApartOnce =
 // Tiles: {warps, row tiles of a warp, keys, resident thread blocks[, stages[, warps along the columns of out]]}. Tiles
 // with warps along the columns are those for 227, 163 and 99 KB of shared memory: the GPU chooses, not speed.
 inline constexpr KernelRow<sm80::ForwardTile> kSm80Forward[] = {
+    // 220 / 201; class 64: 0.76 and 0.78 of that; no other tile was timed
+    {k16Bit, 32,  kPlain,     kOtherGpus, 0,         {{4, 2, 128, 2}}},
     // 331 / 313; 4 x 2, 128 keys: 342 / 321; 8 x 1, 64 keys: 276 / 264
     {k16Bit, 64,  kPlain,     kOtherGpus, 0,         {{4, 2, 64, 3}, {4, 2, 128, 2}, {8, 1, 64, 2}}},
     // 315 / 313; 4 x 2, 64 keys, 1 stage: 319 / 316; 8 x 1, 64 keys: 240 / 230
@@ -110,6 +112,8 @@ inline constexpr KernelRow<sm80::ForwardTile> kSm80Forward[] = {
 // along the columns, stages of queries}, for 227 and for 99 KB of shared memory: the GPU chooses, not speed. The
 // sums of dq have the layout of the tile, so all rows of one element size and class have the same tiles.
 inline constexpr KernelRow<sm80::BackwardTile> kSm80Backward[] = {
+    // 199 / 188; class 64: 0.72 of that; no other tile was timed
+    {k16Bit, 32,  kPlain,     kOtherGpus, 0,         {{4, 128, 32, 4, 4, 1, 2}, {4, 128, 32, 4, 4, 1, 2}}},
     // no figures of other tiles for as much shared memory:
     // 64 keys, two thread blocks on a multiprocessor: 253 instead of 271
     {k16Bit, 64,  kPlain,     kOtherGpus, 0,         {{4, 128, 32, 4, 4, 1, 2}, {4, 128, 32, 4, 4, 1, 2}}},
@@ -207,6 +211,8 @@ inline constexpr KernelRow<sm90::ForwardTile> kSm90Forward[] = {
     {k16Bit, 96,         kPlain,     kHopper, kMaySpill, {{3, 112, 2}, {3, 96, 2}, {2, 128, 3}}},
     // 717 / 645; 2 x 128: 696 / 629; 2 x 160: 699 / 626
     {k16Bit, 128,        kPlain,     kHopper, 0,         {{3, 80, 3}, {2, 128, 3}, {2, 160, 2}}},
+    // 256 keys: choose.h has the figures; no other tile was timed
+    {k16Bit, 128,        kBrief,     kHopper, 0,         {{2, 128, 3}}},
     // 700 / 645; 2 x 112: 676 / 611; 2 x 96: 667 / 609; class 160: 0.92 / 0.89 of the rate
     {k16Bit, 144,        kPlain,     kHopper, kMaySpill, {{3, 80, 2}, {2, 112, 2}, {2, 96, 2}}},
     // 743 / 695 (S = 8192); 2 x 128: 705 / 694; 2 x 112: 685 / 675

@@ -17,6 +17,7 @@ enum Options : unsigned {
   kUnmasked = 29,  // all but a Mask
   kGeneral = 31,   // all of them
   kGroups = 64,    // in a backward the query heads of a group add up their dk and dv. Kernels run these calls alone
+  kBrief = 128,    // a forward of few keys, whose tiles its queries and keys fill. Kernels run these calls alone
   kFp8 = 32,  // inputs that were fp8: descales, and an out of another dtype. Kernels run either these calls or others
   kFp8Scores = 36,   // an option of a score as well
   kFp8General = 54,  // every option that calls in fp8 may have: of a score, a Mask, an origin that places rows

@@ -93,13 +93,13 @@ struct KernelCall {
   bool is_invariant = false;
 };
 
-// A kernel runs the calls that use no other options than its policies support; a kernel for fp8 or for groups runs
-// those calls alone.
+// A kernel runs the calls that use no other options than its policies support; a kernel for fp8, for groups or for few
+// keys runs those calls alone.
 template <class Row>
 constexpr bool serves(const Row& row, const KernelCall& call) {
   return (row.types & call.type) && call.head_dim <= row.head_dims.qk && call.head_dim_v <= row.head_dims.v &&
          includes(row.options, call.options) &&
-         includes(call.options, static_cast<Options>(row.options & (kFp8 | kGroups)));
+         includes(call.options, static_cast<Options>(row.options & (kFp8 | kGroups | kBrief)));
 }
 
 // The number of the row that a kernel is compiled from; -1: the table does not have it.

@@ -36,6 +36,8 @@ struct ForwardPolicies;
 template <>
 struct ForwardPolicies<kPlain> : PlainPolicies {};
 template <>
+struct ForwardPolicies<kBrief> : PlainPolicies {};
+template <>
 struct ForwardPolicies<kDropout> : PlainPolicies {
   template <int kSteps>
   using Dropping = CounterDropout<kSteps>;

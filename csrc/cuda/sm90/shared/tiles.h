@@ -50,6 +50,11 @@ constexpr WideRegisterBudget kApartRegisters = wide_register_budget(128, false);
 
 constexpr int kSharedLimit = 227 * 1024;
 
+// The scores of a head that tiles of a forward compute, those of rows and keys that do not exist included.
+inline int64_t padded_products(const AttnParams& p, const ForwardTile& tile) {
+  return tile_count(p.seqlen_q, tile.queries()) * tile.queries() * tile_count(p.seqlen_k, tile.keys) * tile.keys;
+}
+
 constexpr size_t kForwardBytes = 64;  // workspace of the forward and of forward mode: TileGrid::taken
 
 // Sums of dq of half a query tile, in vectors of four floats.
