@@ -18,6 +18,7 @@ std::string supports(const AttnParams& p, bool backward) {
            "or the CPU backend";
   if (p.is_fp8) return refuses_fp8(p, "Ascend C");
   if (!backward && p.invariant) return refuses_invariant(p, "Ascend C");
+  if (p.has_blocks()) return refuses_blocks(p, "Ascend C");
   if (std::max(p.head_dim, p.head_dim_v) > kMaxHeadDim)
     return "head dims above 256 are not implemented by the Ascend C kernels, got " + std::to_string(p.head_dim) +
            " of q and k and " + std::to_string(p.head_dim_v) + " of v; use the CPU or CUDA backend";

@@ -69,6 +69,17 @@ struct IntervalView {
   int64_t extremes_head_stride = 0;
 };
 
+// A BlockMask, as block_mask.h describes it: [B or 1, Hm, L] words and blocks of bits. Strides are in words.
+struct BlockMaskView {
+  const int32_t* lists = nullptr;
+  const uint32_t* bits = nullptr;
+  int64_t heads = 1;  // Hm; divides heads_q
+  int64_t batch_stride = 0;
+  int64_t head_stride = 0;
+  int64_t entries = 0;         // N, of each of the two lists of a head
+  int64_t partial_blocks = 0;  // P: on a device, where nothing has checked the entries, they may name more
+};
+
 constexpr int64_t kUnbounded = -1;  // a window side without a limit
 
 // The place of a call in a larger one. Dropout counts batch entries, heads, rows and keys from here.
@@ -167,6 +178,8 @@ struct AttnParams {
   // their positions in the sequence, and on the options. A backward ignores it.
   bool invariant = false;
 
+  BlockMaskView blocks;  // lists == nullptr: no BlockMask; dense calls only, and not together with intervals
+
   // Device memory of the size that the Backend returned, 64-byte aligned, uninitialised.
   void* workspace = nullptr;
   void* stream = nullptr;  // CPU: const CpuExecutor*; CUDA: cudaStream_t; Ascend: aclrtStream
@@ -181,6 +194,8 @@ struct AttnParams {
 #endif
   FLASHATTN_HOST_DEVICE bool has_bias() const { return alibi_slopes || relative_bias || bias.data; }
   FLASHATTN_HOST_DEVICE bool has_intervals() const { return intervals.data != nullptr; }
+  FLASHATTN_HOST_DEVICE bool has_blocks() const { return blocks.lists != nullptr; }
+  FLASHATTN_HOST_DEVICE bool has_mask() const { return has_intervals() || has_blocks(); }
   FLASHATTN_HOST_DEVICE bool has_dropout() const { return dropout_threshold < 256; }
   FLASHATTN_HOST_DEVICE int64_t group_size() const { return heads_q / heads_k; }
 };

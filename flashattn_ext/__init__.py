@@ -32,6 +32,7 @@ else:
     from ._build import build_info
     from .api import backward, dropout_mask, forward, use_backend, varlen_forward
     from .autograd import FlashAttentionFunction
+    from .block_mask import BlockMask
     from .cache_reference import kvcache_reference
     from .compat import (
         flash_attention_npu,
@@ -69,6 +70,7 @@ def __getattr__(name: str) -> object:
 
 
 __all__ = [
+    "BlockMask",
     "FlashAttention",
     "FlashAttentionFunction",
     "Mask",

@@ -3,7 +3,7 @@ csrc/autograd/autograd.cpp and csrc/autograd/derivative_autograd.cpp."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,16 @@ class _HiddenFromDynamo:
         return inherited if is_dynamo else self._function
 
 
+def _call_tensors(given: Sequence[Tensor | None]) -> CallTensors:
+    """From the tensors that apply takes. The lists of a BlockMask have three dimensions where the intervals of a Mask have four, but in
+    packed calls, which take no BlockMask."""
+    tensors = CallTensors(*given)
+    first, second = tensors.mask_intervals, tensors.mask_extremes
+    if first is None or tensors.cu_seqlens_q is not None or first.dim() != 3:
+        return tensors
+    return tensors._replace(mask_intervals=None, mask_extremes=None, mask_lists=first, mask_bits=second)
+
+
 class FlashAttentionFunction(torch.autograd.Function):
     """Attention as a torch.autograd.Function, for code that needs one: apply(*tensors, rng_seed, options, return_max_logits).
 
@@ -48,7 +58,8 @@ class FlashAttentionFunction(torch.autograd.Function):
     Args of apply, all of them by position:
         q, k, v, cu_seqlens_q, cu_seqlens_k, sink, alibi_slopes, relative_bias, bias, mask_intervals, mask_extremes: the fields of
             CallTensors but for the descales of fp8, which has no derivative, with the shapes and dtypes of forward, or with cu_seqlens_q
-            and cu_seqlens_k of varlen_forward. Unused tensors are None. A Mask is passed as its `intervals` and the result of its method `extremes`. Unlike forward, apply does not take
+            and cu_seqlens_k of varlen_forward. Unused tensors are None. A Mask is passed as its `intervals` and the result of its method `extremes`, a
+            BlockMask in their place as its `lists` and `bits`. Unlike forward, apply does not take
             nested tensors or a mix of DTensors and plain tensors, and torch.autocast does not cast its arguments. On GPUs and NPUs, an
             origin with dropout must have a row that is a multiple of 16 and a key that is a multiple of 64.
         rng_seed: 64-bit seed of the dropout mask; None draws from the device's default generator.
@@ -67,8 +78,20 @@ class FlashAttentionFunction(torch.autograd.Function):
         alibi_slopes: Tensor | None, relative_bias: Tensor | None, bias: Tensor | None, mask_intervals: Tensor | None,
         mask_extremes: Tensor | None, rng_seed: int | None, options: CallOptions, return_max_logits: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-        tensors = CallTensors(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, sink, alibi_slopes, relative_bias, bias, mask_intervals, mask_extremes
+        tensors = _call_tensors(
+            (
+                q,
+                k,
+                v,
+                cu_seqlens_q,
+                cu_seqlens_k,
+                sink,
+                alibi_slopes,
+                relative_bias,
+                bias,
+                mask_intervals,
+                mask_extremes,
+            )
         )
         if (
             rng_seed is None
@@ -105,7 +128,7 @@ class FlashAttentionFunction(torch.autograd.Function):
         if dout is not None or dlse is not None:
             needed = dict(zip(CallTensors._fields, ctx.needs_input_grad, strict=False))
             gradients = ops.backward(
-                *CallTensors(*saved), *ctx.options, dout, dlse, out, lse, lse_words, centres if centres.numel() else None, *[needed[name] for name in BIASES],
+                *_call_tensors(saved), *ctx.options, dout, dlse, out, lse, lse_words, centres if centres.numel() else None, *[needed[name] for name in BIASES],
                 rng_state if rng_state.numel() else None,
             )  # fmt: skip
             results |= {
@@ -127,7 +150,7 @@ class FlashAttentionFunction(torch.autograd.Function):
                 for t, tangent in zip(saved, tangents, strict=False)
             ]
             tout, tlse = ops.jvp(
-                *CallTensors(*tensors),
+                *_call_tensors(tensors),
                 *ctx.options,
                 out,
                 lse,

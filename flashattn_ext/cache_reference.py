@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from . import arguments, fp8, names
-from .mask import Mask, checked_mask
+from .block_mask import checked_intervals
+from .mask import Mask
 from .reference import _lse_dtype, _rotated, attention_reference
 
 _OPTIONS = (
@@ -158,7 +159,7 @@ def _bytes(t: Tensor) -> Tensor:
 
 def _of_last_keys(mask: Mask, b: int, Sq: int, keys: int) -> Mask:
     """A Mask of the last keys of sequence b, extended to all of its keys: every row sees the keys before them."""
-    given = checked_mask(mask).intervals
+    given = checked_intervals(mask, "a call with a KV cache").intervals
     given = given[b if given.shape[0] > 1 else 0][None, :, max(given.shape[2] - keys, 0) :]
     seen = given.new_tensor([0, Sq]).expand(1, given.shape[1], keys - given.shape[2], 2)
     return Mask(torch.cat([seen, given], 2))

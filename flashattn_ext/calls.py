@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from . import arguments, names, ops
-from .mask import checked_mask
+from .block_mask import BlockMask, checked_intervals, checked_mask
+from .mask import Mask
 from .options import CallOptions, CallTensors
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -50,11 +51,16 @@ def convert(
             sink=sink, alibi_slopes=alibi_slopes, relative_bias=relative_bias, bias=bias,
             descale_q=descale_q, descale_k=descale_k, descale_v=descale_v,
         )  # fmt: skip
-    intervals, extremes = (None, None) if mask is None else intervals_of(mask)
+    intervals = extremes = lists = bits = None
+    if mask is not None:
+        if isinstance(checked_mask(mask), Mask):
+            intervals, extremes = mask.intervals, mask.extremes()
+        else:
+            lists, bits = blocks_of(mask, q, k, lengths, layout)
     left, right = arguments.window(window_size)
     tensors = (CallTensors if type(q) is type(k) is type(v) is Tensor else _tensors_of)(
         q, k, v, cu_seqlens_q, cu_seqlens_k, sink, alibi_slopes, relative_bias, bias, intervals, extremes,
-        descale_q, descale_k, descale_v,
+        descale_q, descale_k, descale_v, lists, bits,
     )  # fmt: skip
     return tensors, CallOptions(
         max_seqlen_q,
@@ -115,8 +121,25 @@ def lengths_of(
 
 def intervals_of(mask: Any) -> tuple[Tensor, Tensor]:
     """The tensors of a Mask that the ops take."""
-    checked = checked_mask(mask)
+    checked = checked_intervals(mask, "a call with a KV cache")
     return checked.intervals, checked.extremes()
+
+
+def blocks_of(mask: BlockMask, q: Any, k: Any, lengths: tuple[Any, ...], layout: Any) -> tuple[Tensor, Tensor]:
+    """The tensors of a BlockMask that the ops take, if it has the sizes of the call: they know the lists alone.
+
+    Raises:
+        ValueError: the mask has other sizes.
+    """
+    if lengths[0] is None and isinstance(q, Tensor) and isinstance(k, Tensor) and q.dim() == k.dim() == 4:
+        rows, heads = (2, 1) if layout == "bhsd" else (1, 2)
+        B, Hq, Hk, Sq, Sk = q.shape[0], q.shape[heads], k.shape[heads], q.shape[rows], k.shape[rows]
+        if mask.shape[2:] != (Sq, Sk) or mask.shape[0] not in (1, B) or mask.shape[1] not in (1, Hk, Hq):
+            raise ValueError(
+                f"mask: expected a BlockMask of shape [{B} or 1, 1 or {Hk} or {Hq}, {Sq}, {Sk}] (batch, heads, rows, keys) for q of shape "
+                f"{list(q.shape)} and k of shape {list(k.shape)}, got one of shape {list(mask.shape)}"
+            )
+    return mask.lists, mask.bits
 
 
 def _tensors_of(q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None) -> CallTensors:
@@ -158,7 +181,7 @@ def check(tensors: CallTensors, options: CallOptions) -> None:
     for name, t in tensors._asdict().items():
         if t is not None and t.device != q.device:
             raise ValueError(
-                f"{name.removesuffix('_intervals')}: expected the device of q ({q.device}), got {t.device}"
+                f"{name.removesuffix('_intervals').removesuffix('_lists')}: expected the device of q ({q.device}), got {t.device}"
             )
     # On the meta device every dtype and head dim is at home, and the tensors take no memory.
     on_meta = (None if t is None else torch.empty((), dtype=t.dtype, device="meta").expand(t.shape) for t in tensors)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
+from . import block_lists
 from .mask_arguments import ALL_ROWS
 from .options import DIFFERENTIABLE
 
@@ -91,10 +92,30 @@ class Call:
 
     def _dense(self, Sq: int, Sk: int) -> int:
         batch, intervals = self.q.shape[0], self.given["mask_intervals"]
+        lists, bits = self.given["mask_lists"], self.given["mask_bits"]
+        if _is_readable(lists):
+            return self._in_blocks(lists, bits, Sq, Sk)
         if not _is_readable(intervals):
             return int(batch * self.heads * self._without_mask(Sq, Sk))
         given = max(intervals.shape[0] * intervals.shape[1], 1)
         return int(self._seen(intervals, Sq, Sk) * batch * self.heads // given)
+
+    def _in_blocks(self, lists: Tensor, bits: Tensor, Sq: int, Sk: int) -> int:
+        """Pairs that a BlockMask, causal and window_size leave visible, over all heads and batch entries."""
+        grid = block_lists.grid_of(lists, Sq, Sk)
+        seen = 0
+        if self.left < 0 and self.right < 0:
+            seen = int(block_lists.visible_pairs(grid, bits, Sq, Sk))
+        keys = torch.arange(Sk) - self._shift(Sq, Sk)  # the row aligned with each key
+        for row in range(0, Sq if self.left >= 0 or self.right >= 0 else 0, block_lists.BLOCK):
+            rows = torch.arange(row, min(row + block_lists.BLOCK, Sq))
+            visible = block_lists.rows_of(grid, bits, rows, Sk)
+            if self.right >= 0:
+                visible = visible & (keys <= rows[:, None] + min(self.right, ALL_ROWS))
+            if self.left >= 0:
+                visible = visible & (keys >= rows[:, None] - min(self.left, ALL_ROWS))
+            seen += int(visible.sum())
+        return int(seen * self.q.shape[0] * self.heads // max(grid.shape[0] * grid.shape[1], 1))
 
     def _of_sequence(self, Sq: int, Sk: int, start: int) -> int:
         intervals = self.given["mask_intervals"]

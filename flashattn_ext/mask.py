@@ -15,6 +15,7 @@ from torch.utils import _pytree
 
 from . import arguments, ops, tensor_cache
 from .mask_arguments import ALL_ROWS, check_depth_first, first_or_last, integers, reject_keys, runs_of, size_of
+from .mask_picture import picture_of
 
 
 class Mask:
@@ -425,37 +426,10 @@ class Mask:
                 )
         intervals = self.intervals[tuple(place.values())]
         visible = Mask(intervals[None, None].cpu()).dense(Sq)[0, 0]
-        if figure:
-            from matplotlib import pyplot
-
-            drawn, axes = pyplot.subplots()
-            axes.imshow(visible.numpy(), aspect="auto", interpolation="nearest", cmap="Blues")
-            axes.set(xlabel="key", ylabel="query")
-            return drawn
-        Sk = visible.shape[1]
-        if Sq == 0 or Sk == 0:
-            return ""
-        step = max(-(-max(Sq, Sk) // columns), 1)
-        lines = []
-        for row in range(0, Sq, 2 * step):  # a character is about twice as high as it is wide
-            cells = [visible[row : row + 2 * step, key : key + step] for key in range(0, Sk, step)]
-            lines.append("".join("#" if cell.all() else "+" if cell.any() else "." for cell in cells))
-        return "\n".join(lines)
+        return picture_of(visible, columns, figure)
 
     def __repr__(self) -> str:
         return f"Mask(intervals of shape {list(self.intervals.shape)} on {self.device})"
-
-
-def checked_mask(mask: Any) -> Mask:
-    """The argument `mask` of a call, if it is a Mask."""
-    if isinstance(mask, Mask):
-        return mask
-    if isinstance(mask, Tensor):
-        raise TypeError(
-            f"mask: expected a flashattn_ext.Mask, got {arguments.described(mask)}; Mask(intervals) or Mask.from_dense(visible) "
-            "makes one; pass a mask that cannot be a Mask as `bias`, with 0 for visible and -inf for hidden keys"
-        )
-    raise TypeError(f"mask: expected a flashattn_ext.Mask, got {type(mask).__name__}")
 
 
 def _visible_between(cls: type[Mask], one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor], rows: int) -> Mask:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from . import arguments, names
 from .api import forward
+from .block_mask import BlockMask
 from .mask import Mask
 
 
@@ -120,7 +121,7 @@ class FlashAttention(nn.Module):
 
     @names.shown
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *more: Any, bias: Tensor | None = None, mask: Mask | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, *more: Any, bias: Tensor | None = None, mask: Mask | BlockMask | None = None,
         return_max_logits: bool = False, **unknown: NoReturn,
     ) -> Any:  # fmt: skip
         """Calls flashattn_ext.forward with the options of this module.

@@ -18,6 +18,7 @@ from . import _C
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from .block_mask import BlockMask
     from .mask import Mask
 
 
@@ -27,7 +28,7 @@ class Option(NamedTuple):
     name: str
     type: str  # as in the schemas of the ops: "Tensor?", "SymInt", "Scalar", "bool", "SymInt[]?" or "ScalarType?"
     default: Any
-    dims: str  # what the first dimensions of a tensor are: "sequences", "heads", "batch_heads", "scores" or "batch_kv_heads" (Dims in csrc/call/options.h)
+    dims: str  # what the first dimensions of a tensor are: "sequences", "heads", "batch_heads", "scores", "batch_kv_heads" or "blocks" (Dims in csrc/call/options.h)
     gradient: str  # computed by a backward: "" never, "always", or "if_needed"
     is_of_distance: bool  # its gradient needs the centres of rows (csrc/rules/bias.h)
     decodes: bool  # whether the decoding ops take it as well
@@ -117,7 +118,7 @@ class SoftmaxOptions(TypedDict, total=False):
     window_size: tuple[int, int]
     softmax_scale: float | None
     softcap: float
-    mask: Mask | None
+    mask: Mask | BlockMask | None
     smooth_softmax: bool
     sink: Tensor | None
     origin: tuple[int, ...] | None

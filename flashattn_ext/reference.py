@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from . import arguments, calls, fp8, names
-from .mask import Mask, checked_mask
+from .block_mask import BlockMask, checked_mask
+from .mask import Mask
 from .options import ReferenceOptions, WeightsOptions
 from .philox import philox, philox_key
 
@@ -229,7 +230,7 @@ def attention_reference(
     *more: Any,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
-    mask: Mask | None = None,
+    mask: Mask | BlockMask | None = None,
     layout: str = "bshd",
     rng_seed: int | None = None,
     return_lse: bool = False,
@@ -287,6 +288,12 @@ def attention_reference(
     if packed and bias is not None:
         raise ValueError(f"bias: expected None with packed sequences, got shape {tuple(bias.shape)}")
     given_mask = None if mask is None else checked_mask(mask)
+    if isinstance(given_mask, BlockMask):
+        calls.blocks_of(given_mask, q, k, (cu_seqlens_q,), layout)
+        if packed or (numbers.origin is not None and len(numbers.origin) == 4):
+            call_with = "packed sequences" if packed else "an origin of four numbers"
+            raise NotImplementedError(f"mask: {call_with} with a BlockMask is not implemented; use a Mask, or a bias")
+    of_blocks = given_mask.dense() if isinstance(given_mask, BlockMask) else None
     heads = q.shape[1 if packed or numbers.bhsd else 2]
     if numbers.smooth_softmax and sink is None:
         sink = torch.zeros(heads, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
@@ -296,7 +303,10 @@ def attention_reference(
         positions = _Positions.of(numbers.origin, Sq, Sk, q.device)
         keep = None if seed is None else _keep_mask(positions, b, heads, threshold, seed)
         visible = _in_window(positions, numbers.causal, (numbers.window_left, numbers.window_right))
-        if given_mask is not None:
+        if of_blocks is not None:
+            of_heads = of_blocks[b if of_blocks.shape[0] > 1 else 0]
+            visible = visible & of_heads.repeat_interleave(heads // of_heads.shape[0], 0)
+        elif isinstance(given_mask, Mask):
             intervals = given_mask.intervals
             of_entry = intervals if packed else intervals[b if intervals.shape[0] > 1 else 0]
             visible = visible & _in_intervals(positions, of_entry[:, first_key : first_key + Sk], heads)
@@ -360,6 +370,8 @@ def attention_weights(
     tensors = calls.autocast(tensors)
     calls.check(tensors, numbers)
     q, k, bias, intervals = tensors.q, tensors.k, tensors.bias, tensors.mask_intervals
+    mask = options.get("mask")
+    blocks = mask if isinstance(mask, BlockMask) else None
     alibi_slopes, relative_bias, sink = tensors.alibi_slopes, tensors.relative_bias, tensors.sink
     q, k = (t if numbers.bhsd else t.transpose(1, 2) for t in (q, k))
     (B, heads, Sq, _), (Hk, Sk) = q.shape, k.shape[1:3]
@@ -374,6 +386,8 @@ def attention_weights(
         """[1, rows, keys]"""
         part = positions._replace(rows=positions.rows[rows], keys=positions.keys[keys])
         visible = _in_window(part, numbers.causal, (numbers.window_left, numbers.window_right))
+        if seen is not None:
+            visible = visible & seen[min(b, seen.shape[0] - 1), h * seen.shape[1] // heads, None, rows, keys]
         if intervals is not None:
             of_head = intervals[min(b, intervals.shape[0] - 1), h * intervals.shape[1] // heads, keys]
             visible = visible & _in_intervals(part, of_head[None], 1)
@@ -388,6 +402,7 @@ def attention_weights(
         scores_of = _Scores(numbers.softmax_scale, numbers.softcap, slopes, relative, added)
         return _visible_logits(q_part[None], k_part[None], scores_of, part, visible)
 
+    seen = None if blocks is None else blocks.dense(chosen)
     weights = torch.empty(B, heads, len(chosen), Sk, dtype=torch.float32, device=q.device)
     rows_at_once = max(1, _WEIGHTS_AT_ONCE // max(Sk, 1))
     keys_at_once = max(1, _WEIGHTS_AT_ONCE // (min(rows_at_once, max(len(chosen), 1)) + q.shape[-1]))

@@ -1,7 +1,8 @@
 """The ops under torch.vmap.
 
 A mapped dimension is folded into the batch where that does not change the results. Otherwise the calls run one after the other: with
-dropout (whose mask depends on the batch index), with packed sequences, and with per-head tensors that are mapped or need gradients.
+dropout (whose mask depends on the batch index), with packed sequences, with per-head tensors that are mapped or need gradients, and where
+the bits of a BlockMask are mapped.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def _one_by_one(op: Any, size: int, in_dims: Sequence[Any], arguments: Sequence[
 
 def _folds(call: dict[str, Any], dims: dict[str, Any]) -> bool:
     of_heads = [name for name in _PER_HEAD_OR_BATCH if call.get(name) is not None]
-    shared = [*_PER_HEAD, *of_heads, "rng_state"]
+    shared = [*_PER_HEAD, *of_heads, "mask_bits", "rng_state"]
     has_own_gradients = any(call[name] is not None and call.get(f"needs_d{name}", True) for name in LEARNED)
     return (
         call["cu_seqlens_q"] is None

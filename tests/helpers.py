@@ -17,12 +17,12 @@ import hypothesis
 import pytest
 import torch
 import warm_python
-from mask_cases import make_mask
+from mask_cases import BLOCK_KINDS, make_block_mask, make_mask
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import flashattn_ext
-from flashattn_ext import Mask
+from flashattn_ext import BlockMask, Mask
 from flashattn_ext.options import CallOptions, CallTensors
 
 TENSORS = ("q", "k", "v", "sink", "alibi_slopes", "relative_bias", "bias")  # tensor arguments that may have a gradient
@@ -59,7 +59,7 @@ class Case:
     )
     bias_dtype: torch.dtype | None = None  # None: the dtype of q
     bias_hides: float = 0.0  # share of -inf in the bias
-    mask: str | None = None  # a kind of mask_cases.KINDS
+    mask: str | None = None  # a kind of mask_cases.KINDS or BLOCK_KINDS
     mask_heads: str = "1"  # "1", "k" or "q"
     mask_batch: bool = True  # whether batch entries differ
     dropout_p: float = 0.0
@@ -108,7 +108,7 @@ class Inputs:
     alibi_slopes: Tensor | None = None
     relative_bias: Tensor | None = None
     bias: Tensor | None = None
-    mask: Mask | None = None
+    mask: Mask | BlockMask | None = None
     cu_seqlens: dict[str, Tensor] = field(default_factory=dict)
     max_seqlens: dict[str, int] = field(default_factory=dict)
 
@@ -217,13 +217,15 @@ def make_biases(case: Case, device: str, generator: torch.Generator) -> dict[str
     return {name: t.to(device).requires_grad_(name in case.needs_grad) for name, t in made.items()}
 
 
-def mask_of(case: Case, generator: torch.Generator) -> Mask:
+def mask_of(case: Case, generator: torch.Generator) -> Mask | BlockMask:
     assert case.mask is not None
     heads = {"1": 1, "k": case.Hk, "q": case.Hq}[case.mask_heads]
     if case.lengths_q is not None and case.lengths_k is not None:
         sizes = list(zip(case.lengths_q, case.lengths_k, strict=True))
         return make_mask(case.mask, heads, sizes, generator, packed=True)
     entries = case.B if case.mask_batch and case.B else 1
+    if case.mask in BLOCK_KINDS:
+        return make_block_mask(case.mask, entries, heads, case.Sq, case.Sk, generator)
     return make_mask(case.mask, heads, [(case.Sq, case.Sk)] * entries, generator)
 
 
@@ -252,8 +254,11 @@ def call_with_max_logits(case: Case, inputs: Inputs) -> tuple[Tensor, Tensor, Te
 
 def op_arguments(case: Case, inputs: Inputs) -> tuple[CallTensors, CallOptions]:
     """The tensors and options of the call as the ops receive them."""
-    extremes = None if inputs.mask is None else inputs.mask.extremes()
-    intervals = None if inputs.mask is None else inputs.mask.intervals
+    of_mask = {}
+    if isinstance(inputs.mask, BlockMask):
+        of_mask = {"mask_lists": inputs.mask.lists, "mask_bits": inputs.mask.bits}
+    elif inputs.mask is not None:
+        of_mask = {"mask_intervals": inputs.mask.intervals, "mask_extremes": inputs.mask.extremes()}
     options = CallOptions(
         max_seqlen_q=inputs.max_seqlens.get("max_seqlen_q", 0),
         max_seqlen_k=inputs.max_seqlens.get("max_seqlen_k", 0),
@@ -269,7 +274,7 @@ def op_arguments(case: Case, inputs: Inputs) -> tuple[CallTensors, CallOptions]:
         origin=None if case.origin is None else list(case.origin),
     )
     tensors = CallTensors(
-        **{name: getattr(inputs, name) for name in TENSORS}, **inputs.cu_seqlens, mask_intervals=intervals, mask_extremes=extremes
+        **{name: getattr(inputs, name) for name in TENSORS}, **inputs.cu_seqlens, **of_mask
     )  # fmt: skip
     return tensors, options
 
@@ -277,6 +282,8 @@ def op_arguments(case: Case, inputs: Inputs) -> tuple[CallTensors, CallOptions]:
 def call_function(case: Case, inputs: Inputs) -> tuple[Tensor, Tensor]:
     """(out, lse) of the same call through FlashAttentionFunction, which takes the arguments of the ops."""
     tensors, options = op_arguments(case, inputs)
+    if tensors.mask_lists is not None:  # it takes those of a BlockMask in the places of a Mask
+        tensors = tensors._replace(mask_intervals=tensors.mask_lists, mask_extremes=tensors.mask_bits)
     taken = tensors[: CallTensors._fields.index("descale_q")]  # it takes no fp8
     out, lse, *_ = flashattn_ext.FlashAttentionFunction.apply(*taken, case.rng_seed, options, False)
     return out, lse

@@ -1,11 +1,11 @@
-"""One Mask of every kind for sizes that a test draws."""
+"""One Mask or BlockMask of every kind for sizes that a test draws."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from flashattn_ext import Mask
+from flashattn_ext import BlockMask, Mask
 
 KINDS = (
     "intervals", "documents", "padding", "prefix_lm", "chunked", "blocks", "window", "tree", "flashmask", "dense", "and",
@@ -78,3 +78,31 @@ def make_mask(
         empty = torch.zeros(1 if not parts else parts[0].shape[1], 0, 2, dtype=torch.int32)
         return Mask(torch.cat([empty, *(part[0] for part in parts)], 1))
     return Mask(torch.cat(parts))
+
+
+BLOCK_KINDS = ("block_router", "block_halves", "block_pairs", "block_function", "block_and")
+
+
+def make_block_mask(kind: str, batch: int, heads: int, Sq: int, Sk: int, generator: torch.Generator) -> BlockMask:
+    """A BlockMask [batch, heads, Sq, Sk] with blocks that are whole, partial and hidden."""
+
+    def some(rows: int, keys: int, share: float) -> Tensor:
+        shape = (batch, heads, -(-Sq // rows), -(-Sk // keys))
+        return torch.rand(shape, generator=generator) < share
+
+    if kind == "block_router":
+        return BlockMask.from_blocks(some(128, 128, 0.5), Sq, Sk)
+    if kind == "block_halves":
+        return BlockMask.from_blocks(some(64, 192, 0.6), Sq, Sk, block_size=(64, 192))
+    if kind == "block_pairs":
+        tiles = some(128, 128, 0.7).repeat_interleave(128, 2).repeat_interleave(128, 3)[:, :, :Sq, :Sk]
+        pairs = torch.rand(tiles.shape, generator=generator) < 0.4
+        return BlockMask.from_dense(
+            tiles & (pairs | some(128, 128, 0.5).repeat_interleave(128, 2).repeat_interleave(128, 3)[:, :, :Sq, :Sk])
+        )
+    if kind == "block_function":
+        step = 3 + int(torch.randint(0, 60, (), generator=generator))
+        return BlockMask.from_function(lambda b, h, i, j: (i // step + b + h) % 3 != j // 70 % 3, batch, heads, Sq, Sk)
+    assert kind == "block_and", kind
+    mask = _random(heads, Sq, Sk, generator) if Sq and Sk else Mask(torch.zeros(1, heads, Sk, 2, dtype=torch.int32))
+    return BlockMask.from_blocks(some(64, 64, 0.8), Sq, Sk, block_size=64) & mask

@@ -116,6 +116,14 @@ inline std::string refuses_invariant(const AttnParams& p, const std::string& ker
          " kernels; leave it out (bits may then depend on the rest of the call), or use the CPU backend";
 }
 
+// Why a backend without kernels for a BlockMask refuses a call; empty if the call has none.
+inline std::string refuses_blocks(const AttnParams& p, const std::string& kernels) {
+  if (!p.has_blocks()) return {};
+  return "mask: a BlockMask is not implemented by the " + kernels +
+         " kernels; pass torch.where(mask.dense(), 0.0, -math.inf) as bias, a Mask where the rows that see a key are "
+         "one interval, or use the CPU backend";
+}
+
 const Backend& cpu_backend();
 const Backend& cuda_sm80_backend();  // in builds with FLASHATTN_EXT_CUDA
 const Backend& cuda_sm90_backend();  // in builds with FLASHATTN_EXT_SM90, for architecture 9.0a

@@ -17,6 +17,9 @@ constexpr Candidate kCandidates[] = {
      [](AttnParams* to, const AttnParams& from) { to->intervals = from.intervals; }, "mask",
      "Where causal or window_size hide the same keys, pass them in its place; flash_attn_with_kvcache, which has no "
      "gradients, takes a mask too."},
+    {[](const AttnParams& p) { return p.has_blocks(); },
+     [](AttnParams* to, const AttnParams& from) { to->blocks = from.blocks; }, "mask",
+     "Where causal or window_size hide the same keys, pass them in its place."},
     {[](const AttnParams& p) { return p.has_dropout(); },
      [](AttnParams* to, const AttnParams& from) { to->dropout_threshold = from.dropout_threshold; }, "dropout_p",
      "Pass dropout_p=0 in evaluation."},

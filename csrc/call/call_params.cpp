@@ -10,6 +10,7 @@
 #include <limits>
 #include <vector>
 
+#include "rules/block_mask.h"
 #include "rules/dropout.h"
 #include "rules/mask.h"
 #include "rules/score.h"
@@ -84,6 +85,18 @@ DescaleView descale_view_of(const std::optional<at::Tensor>& t) {
   return {t->const_data_ptr<float>(), shared_stride(*t, 0), shared_stride(*t, 1)};
 }
 
+// Needs seqlen_q and seqlen_k.
+void set_blocks(const at::Tensor& lists, const at::Tensor& bits, AttnParams* p) {
+  BlockMaskView& view = p->blocks;
+  view.lists = lists.const_data_ptr<int32_t>();
+  view.bits = reinterpret_cast<const uint32_t*>(bits.const_data_ptr<int32_t>());
+  view.heads = lists.size(1);
+  view.head_stride = lists.size(2);
+  view.batch_stride = lists.size(0) == 1 ? 0 : view.heads * view.head_stride;
+  view.entries = (lists.size(2) - mask_start_words(p->seqlen_q, p->seqlen_k)) / 4;
+  view.partial_blocks = bits.size(0);
+}
+
 // Sets the pointers of the tensors that change the logits.
 void set_scores(const AttnCall& c, AttnParams* p) {
   if (c.alibi_slopes) {
@@ -95,6 +108,7 @@ void set_scores(const AttnCall& c, AttnParams* p) {
     p->relative_reach = c.relative_bias->size(1) / 2;
   }
   if (c.bias) p->bias = bias_view_of(*c.bias);
+  if (c.mask_lists) set_blocks(*c.mask_lists, *c.mask_bits, p);
   if (!c.mask_intervals) return;
   const at::Tensor &intervals = *c.mask_intervals, &extremes = *c.mask_extremes;
   IntervalView& view = p->intervals;
@@ -134,6 +148,10 @@ AttnCall readable(AttnCall c, const Backend& backend) {
     }
     c.mask_intervals = aligned(*c.mask_intervals, 2 * sizeof(int32_t));
     c.mask_extremes = aligned(*c.mask_extremes, sizeof(IntervalExtremes));
+  }
+  if (c.mask_lists) {
+    c.mask_lists = aligned(*c.mask_lists, 4 * sizeof(int32_t));
+    c.mask_bits = aligned(*c.mask_bits, 4 * sizeof(int32_t));
   }
   return c;
 }

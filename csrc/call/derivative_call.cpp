@@ -90,7 +90,7 @@ AttnCall call_of_tangents(const AttnCall& call, const TangentCall& tangents) {
 #define CALL_LEARNED(name, dims, takers, check) c.name = tangents.name;
 #define CALL_BIAS CALL_LEARNED
 #include "call/options.def"
-  c.mask_intervals = c.mask_extremes = std::nullopt;
+  c.mask_intervals = c.mask_extremes = c.mask_lists = c.mask_bits = std::nullopt;
   return c;
 }
 

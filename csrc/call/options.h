@@ -13,9 +13,9 @@ enum class OptionType { kTensor, kInteger, kNumber, kFlag, kIntegers, kDtype };
 // Which ops take an argument: `forward` and `backward`, or the decoding ops too.
 enum class Takers { kForwardBackward, kEveryOp };
 // What the first dimensions of a tensor are: the starts of sequences; heads; heads, or batch and heads; batch and
-// heads of one entry each or of all, and in a packed call the heads alone; batch and KV heads of one entry each or of
-// all. kNone: no tensor.
-enum class Dims { kNone, kSequences, kHeads, kBatchHeads, kScores, kBatchKvHeads };
+// heads of one entry each or of all, and in a packed call the heads alone; batch and KV heads (of a BlockMask also
+// query heads) of one entry each or of all; blocks, of all batch entries and heads. kNone: no tensor.
+enum class Dims { kNone, kSequences, kHeads, kBatchHeads, kScores, kBatchKvHeads, kBlocks };
 enum class Gradient { kNone, kAlways, kIfNeeded };
 
 struct Option {

@@ -85,6 +85,7 @@ void check_fp8(const AttnCall& c, const c10::SymInt& heads_k) {
   TORCH_CHECK_NOT_IMPLEMENTED(!c.alibi_slopes, "alibi_slopes: a bias", kInstead);
   TORCH_CHECK_NOT_IMPLEMENTED(!c.relative_bias, "relative_bias: a bias", kInstead);
   TORCH_CHECK_NOT_IMPLEMENTED(!c.bias, "bias: a bias", kInstead);
+  TORCH_CHECK_NOT_IMPLEMENTED(!c.mask_lists, "mask: a BlockMask", kInstead);
 }
 
 void check_has_derivatives(const AttnCall& c) {
@@ -344,6 +345,9 @@ void validate(const AttnCall& c) {
   TORCH_CHECK_VALUE(c.mask_intervals.has_value() == c.mask_extremes.has_value(),
                     "mask: mask_intervals and mask_extremes must be given together");
   if (c.mask_intervals) check_mask(c);
+  TORCH_CHECK_VALUE(c.mask_lists.has_value() == c.mask_bits.has_value(),
+                    "mask: mask_lists and mask_bits must be given together");
+  if (c.mask_lists) check_block_mask(c);
 }
 
 void check_shape_and_dtype(const char* name, const at::Tensor& t, c10::SymIntArrayRef shape, at::ScalarType dtype,

@@ -26,7 +26,7 @@ void decode(const DecodeParams& p) { cpu_kernels(p.dtype).decode(p); }
 // Whether a forward runs on the kernels of decoding, as if its keys were in a KV cache. They implement neither
 // dropout nor a relative bias, write no `centres`, and compute all keys that a Mask hides.
 bool is_few_rows(const AttnParams& p) {
-  if (p.has_intervals() || p.has_dropout() || p.relative_bias || p.centres.data) return false;
+  if (p.has_mask() || p.has_dropout() || p.relative_bias || p.centres.data) return false;
   // invariant_decode.h does not divide keys among workers. The choice does not change the bits of an invariant call.
   if (p.invariant && p.batch * p.heads_k < workers_of(p)) return false;
   const DecodeParams call = cached_call(p);

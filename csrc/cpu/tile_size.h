@@ -29,7 +29,7 @@ TileSize tile_that_fits(int64_t l2_bytes, int64_t row_bytes, int64_t score_bytes
 // the order of sums.
 TileSize tile_size(int64_t row_bytes, int64_t score_bytes);
 
-// Overrides the tile of every call, for measurements and tests; {0, 0} restores the default. Must not be called while a
+// Overrides the tile of calls without a BlockMask, for measurements and tests; {0, 0} restores the default. Not while a
 // call runs. Throws std::invalid_argument unless both sizes are multiples of kTileMultiple up to kLargestTile.
 void set_tile_size(const TileSize& size);
 

@@ -79,7 +79,7 @@ pybind11::object default_of(const Option& option) {
 
 // The rows of options.def, for flashattn_ext/options.py.
 std::vector<pybind11::dict> described_options() {
-  constexpr const char* kDims[] = {"", "sequences", "heads", "batch_heads", "scores", "batch_kv_heads"};
+  constexpr const char* kDims[] = {"", "sequences", "heads", "batch_heads", "scores", "batch_kv_heads", "blocks"};
   constexpr const char* kGradients[] = {"", "always", "if_needed"};
   std::vector<pybind11::dict> all;
   for (const Option& option : kOptions) {

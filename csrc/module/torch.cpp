@@ -6,6 +6,7 @@
 #include "autograd/derivative_autograd.cpp"
 #include "autograd/recorded_call.cpp"
 #include "backend/slow_call.cpp"
+#include "call/block_mask_check.cpp"
 #include "call/call_params.cpp"
 #include "call/decode_call.cpp"
 #include "call/derivative_call.cpp"

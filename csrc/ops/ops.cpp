@@ -234,9 +234,9 @@ void check_runs(const AttnCall& c, bool returns_max_logits) {
 // that has the sizes of rows, keys or heads in it, or that places the rows otherwise, confirms the layout.
 bool looks_like_heads_first(const c10::IValue* arguments) {
   constexpr int kCausal = place_of("causal"), kBhsd = place_of("bhsd");
-  constexpr int kConfirming[] = {place_of("cu_seqlens_q"),  place_of("sink"), place_of("alibi_slopes"),
-                                 place_of("relative_bias"), place_of("bias"), place_of("mask_intervals"),
-                                 place_of("origin")};
+  constexpr int kConfirming[] = {place_of("cu_seqlens_q"),  place_of("sink"),  place_of("alibi_slopes"),
+                                 place_of("relative_bias"), place_of("bias"),  place_of("mask_intervals"),
+                                 place_of("mask_lists"),    place_of("origin")};
   constexpr int kWindow[] = {place_of("window_left"), place_of("window_right")};
   if (!arguments[kCausal].toBool() || arguments[kBhsd].toBool()) return false;
   for (const int place : kConfirming)

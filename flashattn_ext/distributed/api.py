@@ -176,6 +176,10 @@ def _check_options(tensors: CallTensors, options: CallOptions) -> None:
         raise NotImplementedError(
             f"{(*given, 'q')[0]}: float8_e4m3fn is not implemented in flashattn_ext.distributed; convert q, k and v to bfloat16"
         )
+    if tensors.mask_lists is not None:
+        raise NotImplementedError(
+            "mask: a BlockMask is not implemented in flashattn_ext.distributed; use a Mask, whose keys have an interval of rows each"
+        )
     if options.invariant:
         raise NotImplementedError(
             "invariant: expected False in flashattn_ext.distributed, got True: the partial results of ranks are added in an order that depends "

@@ -21,7 +21,7 @@ _OF_A_PART = (
     "cu_seqlens_q", "cu_seqlens_k", "mask_extremes", "max_seqlen_q", "max_seqlen_k", "bhsd", "origin",
 )  # fmt: skip
 OF_FP8 = ("descale_q", "descale_k", "descale_v", "out_dtype")
-_REFUSED = (*OF_FP8, "invariant")
+_REFUSED = (*OF_FP8, "invariant", "mask_lists", "mask_bits")
 # The options of the whole call, as csrc/call/options.def describes them.
 EXTRAS = tuple(option for option in TENSORS if option.name not in (*_OF_A_PART, *_REFUSED))
 RULES = tuple(option for option in NUMBERS if option.name not in (*_OF_A_PART, *_REFUSED))

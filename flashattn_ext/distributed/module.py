@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from .. import names
+from ..block_mask import BlockMask
 from ..mask import Mask
 from ..module import FlashAttention
 from . import groups
@@ -52,7 +53,7 @@ class DistributedAttention(FlashAttention):
         v: Tensor,
         *more: Any,
         bias: Tensor | None = None,
-        mask: Mask | None = None,
+        mask: Mask | BlockMask | None = None,
         cu_seqlens: Tensor | None = None,
         seqlen: int | None = None,
         return_max_logits: bool = False,

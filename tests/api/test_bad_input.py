@@ -11,7 +11,7 @@ import torch
 
 import flashattn_ext
 from flashattn_ext import Mask
-from flashattn_ext.options import CallOptions
+from flashattn_ext.options import CallOptions, CallTensors
 
 Arguments = dict[str, Any]
 
@@ -402,9 +402,8 @@ def test_the_op_checks_what_a_mask_has_made(
     good = dense_call(device)
     mask = intervals.to(device), None if extremes is None else extremes.to(device)
     with pytest.raises(error, match=words):
-        torch.ops.flashattn_ext.forward.call(
-            *good.values(), *[None] * 6, *mask, *[None] * 3, *CallOptions(), None, False
-        )
+        tensors = CallTensors(**good, mask_intervals=mask[0], mask_extremes=mask[1])
+        torch.ops.flashattn_ext.forward.call(*tensors, *CallOptions(), None, False)
 
 
 def test_unknown_and_missing_arguments(device: str) -> None:

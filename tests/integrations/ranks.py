@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import flashattn_ext
-from flashattn_ext import Mask
+from flashattn_ext import BlockMask, Mask
 
 RANKS = 2
 CHECKS: dict[str, Callable[[DeviceMesh], None]] = {}
@@ -141,6 +141,17 @@ def biases_and_masks_follow(mesh: DeviceMesh) -> None:
             _assert_equal_to_the_whole(
                 mesh, {**placements, **dict.fromkeys(extra, Replicate())}, tensors, placement, mask=mask
             )
+
+
+@check
+def block_masks_follow(mesh: DeviceMesh) -> None:
+    pairs = {
+        heads: BlockMask.from_dense(_random(mesh, batch, heads, 24, 24).gt(0))
+        for batch, heads in ((4, 2), (1, 4), (4, 1))
+    }
+    for placement in (Shard(0), Shard(2), Replicate()):
+        for mask in pairs.values():
+            _assert_equal_to_the_whole(mesh, dict.fromkeys(QKV, placement), _inputs(mesh), placement, mask=mask)
 
 
 @check

@@ -12,7 +12,7 @@ import torch
 from helpers import TENSORS, VIEWS, Case, assert_same_bits, call_function, check, gradients, make_inputs, refusal, run
 from hypothesis import given, reject
 from hypothesis import strategies as st
-from mask_cases import KINDS
+from mask_cases import BLOCK_KINDS, KINDS
 
 import flashattn_ext
 
@@ -45,15 +45,20 @@ def scores_and_masks(draw: st.DrawFn, varlen: bool) -> dict[str, Any]:
         "bias": st.sampled_from(["", "b", "h", "q", "bh", "bq", "hq", "bhq"]),
         "bias_dtype": st.none() | st.just(torch.float32),
     }
+    masks = some({
+        "mask": st.sampled_from(KINDS if varlen else (*KINDS, *BLOCK_KINDS)), "mask_heads": st.sampled_from(["1", "k", "q"]),
+        "mask_batch": st.booleans(),
+    })  # fmt: skip
+    origin = some({"origin": ORIGINS})
+    if masks.get("mask") in BLOCK_KINDS and len(origin.get("origin", ())) == 4:
+        origin = {"origin": origin["origin"][:2]}
     return {
         **some({"softcap": st.sampled_from([0.3, 2.0, 30.0, 3e4, 1e8, 1e30])}),
         **some({"alibi": st.sampled_from(["heads", "batch"])}),
         **some({"relative": st.sampled_from([0, 1, 7, 40, 130]), "relative_dtype": DTYPES}),
         **({} if varlen else some({**bias, "bias_hides": st.sampled_from([0.0, 0.0, 0.2, 1.0])})),
-        **some({
-            "mask": st.sampled_from(KINDS), "mask_heads": st.sampled_from(["1", "k", "q"]), "mask_batch": st.booleans(),
-        }),
-        **some({"origin": ORIGINS}),
+        **masks,
+        **origin,
         **some({"max_logits": st.just(True)}),
     }  # fmt: skip
 
@@ -142,6 +147,7 @@ FEATURES = {
     "key_bias": dict(bias="b", bias_dtype=torch.float32),
     "documents": dict(mask="documents", mask_heads="k"),
     "intervals": dict(mask="intervals", mask_heads="q"),
+    "blocks": dict(mask="block_pairs", mask_heads="q"),
     "gqa": dict(Hq=6, Hk=2),
     "mla": dict(D=96, Dv=48),
     "odd": dict(D=37, Dv=37),
@@ -155,6 +161,7 @@ FEATURES = {
 }
 EXCLUSIVE = [{"smooth", "sink"}, {"varlen", "bhsd"}, {"varlen", "longer_k"}, {"varlen", "longer_q"}, {"mla", "odd"}]
 EXCLUSIVE += [{"bias", "varlen"}, {"key_bias", "varlen"}, {"bias", "key_bias"}, {"documents", "intervals"}]
+EXCLUSIVE += [{"blocks", other} for other in ("documents", "intervals", "varlen", "origin")]
 
 
 def fit(features: set[str]) -> bool:

@@ -51,8 +51,8 @@ struct BackwardScratch {
         dk(carve.take<Real>(size.keys * columns)),
         dv(carve.take<Real>(size.keys * columns_v)),
         rows(size, &carve),
-        isolated_q(p.has_intervals(), size.queries, units, &carve),
-        isolated_dout(p.has_intervals(), size.queries, units_v, &carve),
+        isolated_q(p.has_mask(), size.queries, units, &carve),
+        isolated_dout(p.has_mask(), size.queries, units_v, &carve),
         bytes(carve.used()) {}
 };
 
@@ -101,10 +101,10 @@ class Backward : KeyTileWalk<Backward<In, Op, Accuracy, Rule>, AttnGradParams, I
     const bool pads = kIsGeneral<Rule> && scratch.gradients.biases.any();
     const PanelMask<Op> mask(head_mask, row0, rows, key0, key_count, pads, scratch.tile.limits);
     const int64_t lane_count = round_up(rows, Op::S::kWidth);
-    isolates = p.has_intervals() && !mask.is_whole();
+    isolates = p.has_mask() && !mask.is_whole();
     load_rows(h, row0, rows, lane_count);
     if (p.has_dropout()) {
-      fill_keep_bits(scratch.tile.keep_bits, size.queries / kDropoutLanes, this->philox, p, batch, h, row0, rows, key0,
+      fill_keep_bits(scratch.tile.keep_bits, size.queries / kWordLanes, this->philox, p, batch, h, row0, rows, key0,
                      key_count);
     }
     const TilePlace place{row0, rows, key0, key_count, head_mask.basic.first_position()};
@@ -180,7 +180,7 @@ class Backward : KeyTileWalk<Backward<In, Op, Accuracy, Rule>, AttnGradParams, I
     gemm<Order::kRowMajor, Init::kAccumulate>(dv, {0, key_count}, {0, scratch.columns_v}, RowsOfKeys<Op>{mask});
     gemm<Order::kRowMajor, Init::kAccumulate>(dk, {0, key_count}, {0, scratch.columns}, RowsOfKeys<Op>{mask});
     if (!isolates) return;
-    const KeysSeen<Op> seen{mask.limits(), key_count};
+    const KeysSeen seen{mask.limits(), key_count};
     scratch.isolated_dout.add(scratch.dv, scratch.columns_v, seen, [&](int64_t key, int64_t row) {
       return PanelForms<Op>::of_query(scratch.tile.scores, size.queries, key, row);
     });

@@ -20,9 +20,9 @@ class KeyRowsOperand {
   KeyRowsOperand(const AttnParams& p, const TileSize& size, int64_t units, bool wanted, ScratchCarver* carve)
       : staged_(carve->take<Unit>(wanted ? product_row_units<Op>(size.keys, units) : 0)),
         panels_memory_(carve->take<Unit>(wanted ? row_panel_units<Op>(size.keys, units) : 0)),
-        isolated_(wanted && p.has_intervals(), size.keys, units, carve),
+        isolated_(wanted && p.has_mask(), size.keys, units, carve),
         units_(units),
-        has_intervals_(p.has_intervals()) {}
+        has_intervals_(p.has_mask()) {}
 
   void load(const In* from, int64_t stride, int64_t count, int64_t columns) {
     count_ = count;
@@ -44,7 +44,7 @@ class KeyRowsOperand {
   // Adds the rows that the last call of panels() left out: to[row] += weight(row, key) * (row of the key).
   template <class Weight>
   void add_isolated(typename Op::Real* to, int64_t stride, const PanelMask<Op>& mask, Weight weight) const {
-    if (panels_are_finite_) isolated_.add(to, stride, RowsThatSee<Op>{mask.limits()}, weight);
+    if (panels_are_finite_) isolated_.add(to, stride, RowsThatSee{mask.limits()}, weight);
   }
 
   // The A operand.
@@ -98,7 +98,13 @@ class KeyTileWalk {
       bias_gradient.begin_head(batch, h, queries.length, key0, mask.basic.first_position());
     }
     const IndexRange seen_by = mask.basic.rows_of(key0, key0 + key_count);
-    for (int64_t m = seen_by.begin / size.queries; m * size.queries < seen_by.end; ++m) {
+    const int64_t end = ceil_div(seen_by.end, size.queries);
+    for (int64_t m = seen_by.begin / size.queries; m < end; ++m) {
+      const int64_t listed = lesser(mask.next_listed_rows(key_tile, m), end);
+      for (; m < listed; ++m) {
+        if constexpr (kIsGeneral<Rule>) bias_gradient.skip_tile(m * size.queries, key0, workspace.bias_turns);
+      }
+      if (m == end) break;
       const IndexRange rows{m * size.queries, lesser((m + 1) * size.queries, queries.length)};
       if (mask.sees_tile(size.keys, rows, key_tile)) {
         static_cast<Kernel*>(this)->query_tile(mask, h, m);

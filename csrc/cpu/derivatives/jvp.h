@@ -53,7 +53,7 @@ struct JvpScratch {
         out(carve.take<Real>(size.queries * columns_v)),
         row(carve.take<Real>(columns_v)),
         rows(size, &carve),
-        isolated_v(p.has_intervals(), size.keys, units_v, &carve),
+        isolated_v(p.has_mask(), size.keys, units_v, &carve),
         bytes(carve.used()) {}
 };
 
@@ -134,8 +134,7 @@ class Jvp {
     const StagedRows<Op> k = staged(p.k, scratch.keys);
     const StagedRows<Op> tk = tangents.of_k ? staged(p.tangents.k, scratch.tk) : StagedRows<Op>{};
     if (p.has_dropout()) {
-      fill_keep_bits(tile.keep_bits, size.queries / kDropoutLanes, philox, p, batch, head, row0, row_count, key0,
-                     count);
+      fill_keep_bits(tile.keep_bits, size.queries / kWordLanes, philox, p, batch, head, row0, row_count, key0, count);
     }
     const TilePlace place{row0, row_count, key0, count, head_mask.basic.first_position()};
     if constexpr (kIsGeneral<Rule>) {
@@ -165,7 +164,7 @@ class Jvp {
   void add_values(const TensorView& v, const Real* weights, const PanelMask<Op>& mask, int64_t hk, int64_t row,
                   int64_t count) {
     const In* const data = row_of<const In>(v, batch, hk, row);
-    const bool isolates = p.has_intervals() && !mask.is_whole();
+    const bool isolates = p.has_mask() && !mask.is_whole();
     StagedRows<Op> rows = stage_rows<Op>(data, v.row_stride, count, p.head_dim_v, scratch.staged);
     if (isolates) rows = scratch.isolated_v.find(data, v.row_stride, count, p.head_dim_v, rows);
     const Panels<Op> panels = row_panels<Op>(rows, count, scratch.units_v, scratch.values);
@@ -173,9 +172,9 @@ class Jvp {
                            scratch.columns_v};
     gemm<Order::kKMajor, Init::kAccumulate>(product, {0, row_count}, {0, scratch.columns_v}, KeysOfRows<Op>{mask});
     if (!isolates) return;
-    scratch.isolated_v.add(
-        scratch.out, scratch.columns_v, RowsThatSee<Op>{mask.limits()},
-        [&](int64_t to, int64_t key) { return PanelForms<Op>::of_key(product.a, size.queries, key, to); });
+    scratch.isolated_v.add(scratch.out, scratch.columns_v, RowsThatSee{mask.limits()}, [&](int64_t to, int64_t key) {
+      return PanelForms<Op>::of_key(product.a, size.queries, key, to);
+    });
   }
 
   void write() {

@@ -50,7 +50,7 @@ class QueryRowsOperand {
         staged_(carve->take<Unit>(wanted ? size.queries * units_ : 0)),
         panels_memory_(carve->take<Unit>(wanted ? row_panel_units<Op>(size.queries, units_) : 0)),
         transposed_memory_(carve->take<Unit>(wanted ? size.queries * units_ : 0)),
-        isolated_(wanted && p.has_intervals(), size.queries, units_, carve) {}
+        isolated_(wanted && p.has_mask(), size.queries, units_, carve) {}
 
   // isolates: leave non-finite rows out of `panels` (isolated_rows.h).
   void load(const In* from, int64_t stride, int64_t rows, int64_t lane_count, bool isolates) {
@@ -66,7 +66,7 @@ class QueryRowsOperand {
     const Gemm<Op> product{reinterpret_cast<const Unit*>(weights), queries, panels, to, stride};
     gemm<Order::kRowMajor, Init::kAccumulate>(product, {0, keys}, {0, stride}, RowsOfKeys<Op>{mask});
     if (!isolates) return;
-    isolated_.add(to, stride, KeysSeen<Op>{mask.limits(), keys},
+    isolated_.add(to, stride, KeysSeen{mask.limits(), keys},
                   [&](int64_t key, int64_t row) { return PanelForms<Op>::of_query(weights, queries, key, row); });
   }
 
@@ -171,10 +171,10 @@ class Second : KeyTileWalk<Second<In, Op, Accuracy, Rule>, SecondParams, In, Op,
     const bool pads = kIsGeneral<Rule> && scratch.second.gradients.biases.any();
     const PanelMask<Op> mask(head_mask, row0, rows, key0, key_count, pads, scratch.tile.limits);
     const int64_t lane_count = round_up(rows, Op::S::kWidth);
-    isolates = p.has_intervals() && !mask.is_whole();
+    isolates = p.has_mask() && !mask.is_whole();
     load_rows(h, row0, rows, lane_count);
     if (p.has_dropout()) {
-      fill_keep_bits(scratch.tile.keep_bits, size.queries / kDropoutLanes, this->philox, p, batch, h, row0, rows, key0,
+      fill_keep_bits(scratch.tile.keep_bits, size.queries / kWordLanes, this->philox, p, batch, h, row0, rows, key0,
                      key_count);
     }
     const TilePlace place{row0, rows, key0, key_count, head_mask.basic.first_position()};

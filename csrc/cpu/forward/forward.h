@@ -49,7 +49,7 @@ struct ForwardScratch {
         tile(p, size, &carve),
         out(carve.take<Real>(size.queries * columns_v)),
         rows(p, size, &carve),
-        isolated_v(p.has_intervals() || p.invariant, size.keys, units_v, &carve),
+        isolated_v(p.has_mask() || p.invariant, size.keys, units_v, &carve),
         gathered(p, size.keys, &carve),
         bytes(carve.used()) {}
 };
@@ -141,14 +141,16 @@ class Forward {
     if constexpr (kIsFloat8<In>) rule = scaled_rule<Rule>(p, descale_of_products<In>(p, b, h / p.group_size()));
     load_queries(queries);
     const IndexRange visible = mask.basic.keys_of(row0, row0 + row_count);
+    const IndexRange rows{row0, row0 + row_count};
     int64_t end;
-    for (int64_t key0 = visible.begin / size.keys * size.keys; key0 < visible.end; key0 = end) {
+    for (int64_t key0 = first_key(mask, rows, visible.begin / size.keys * size.keys); key0 < visible.end;
+         key0 = first_key(mask, rows, end)) {
       const int64_t whole = lesser(size.keys, visible.end - key0);
       const KeyRun run = keys.run(key0, whole);  // a whole tile, or the rest of a page
       // In an invariant call every tile is whole, because its length determines the order of the sums.
       end = key0 + (p.invariant ? whole : run.count);
       const IndexRange tile{key0, end};
-      if (mask.interval_visibility({row0, row0 + row_count}, tile) == Visibility::kNone) continue;
+      if (mask.mask_visibility(rows, tile) == Visibility::kNone) continue;
       const int64_t hk = head / p.group_size();
       key_tile(mask, end - key0 == run.count ? rows_of_run<In>(p, run, hk) : scratch.gathered.gather(p, keys, tile, hk),
                tile);
@@ -157,6 +159,11 @@ class Forward {
   }
 
  private:
+  // The first key from key0 on whose tile the rows may see. A tile begins at key0.
+  int64_t first_key(const HeadMask& mask, IndexRange rows, int64_t key0) const {
+    return p.has_blocks() ? mask.next_listed(rows, ceil_div(key0, size.keys)) * size.keys : key0;
+  }
+
   void load_queries(const Sequence& queries) {
     const StagedRows<Op> q = with_type_of_q<In>(p, [&](auto element) {
       return stage_rows<Op>(row_of<const decltype(element)>(p.q, batch, head, queries.start + row0), p.q.row_stride,
@@ -181,8 +188,7 @@ class Forward {
     const StagedRows<Op> k = stage_product_rows<Op>(rows.k, rows.k_stride, count, p.head_dim, scratch.keys);
     const ScoreTile<Op>& tile = scratch.tile;
     if (p.has_dropout()) {
-      fill_keep_bits(tile.keep_bits, size.queries / kDropoutLanes, philox, p, batch, head, row0, row_count, key0,
-                     count);
+      fill_keep_bits(tile.keep_bits, size.queries / kWordLanes, philox, p, batch, head, row0, row_count, key0, count);
     }
     const Gemm<Op> qk{k.data, k.stride, q_transposed, tile.scores, size.queries};
     const TilePlace place{row0, row_count, key0, count, head_mask.basic.first_position()};
@@ -206,7 +212,7 @@ class Forward {
     if (writes_words_only) return;
     // In an invariant call a value that is not finite reaches no row that does not see it, also where a bias of -inf
     // hides it, and is added in the same order in whole tiles and in partial ones.
-    const bool isolates = (p.has_intervals() && !mask.is_whole()) || p.invariant;
+    const bool isolates = (p.has_mask() && !mask.is_whole()) || p.invariant;
     StagedRows<Op> v_rows = stage_rows<Op>(rows.v, rows.v_stride, count, p.head_dim_v, scratch.staged);
     if (isolates) v_rows = scratch.isolated_v.find(rows.v, rows.v_stride, count, p.head_dim_v, v_rows);
     const Panels<Op> v = row_panels<Op>(v_rows, count, scratch.units_v, scratch.values);
@@ -230,7 +236,7 @@ class Forward {
     if (mask.is_whole()) {
       add_to(EveryRow{row_count});
     } else {
-      add_to(RowsThatSee<Op>{mask.limits()});
+      add_to(RowsThatSee{mask.limits()});
     }
   }
 

@@ -121,13 +121,12 @@ class IsolatedRows {
 };
 
 // Calls body(row) for the rows of a tile that see a key, or body(key) for the keys that a row sees.
-template <class Op>
 struct RowsThatSee {
-  const KeyRows<Op>& limits;
+  const KeyRows& limits;
   template <class Body>
   void operator()(int64_t key, Body body) const {
-    for (auto row = static_cast<int64_t>(limits.first[key]); row < static_cast<int64_t>(limits.last[key]); ++row) {
-      body(row);
+    for (int64_t row = 0; row < limits.words * kWordLanes; ++row) {
+      if (limits.sees(row, key)) body(row);
     }
   }
 };
@@ -139,15 +138,13 @@ struct EveryRow {
     for (int64_t row = 0; row < rows; ++row) body(row);
   }
 };
-template <class Op>
 struct KeysSeen {
-  const KeyRows<Op>& limits;
+  const KeyRows& limits;
   int64_t keys;
   template <class Body>
   void operator()(int64_t row, Body body) const {
-    const auto number = static_cast<typename Op::Real>(row);
     for (int64_t key = 0; key < keys; ++key) {
-      if (limits.first[key] <= number && number < limits.last[key]) body(key);
+      if (limits.sees(row, key)) body(key);
     }
   }
 };

@@ -6,8 +6,6 @@
 namespace flashattn_ext {
 namespace FLASHATTN_ISA {
 
-constexpr int64_t kDropoutLanes = 16;  // queries in one word of keep bits
-
 // Keep bits of a tile: bits[key * groups + group], bit l for query 16 * group + l. See dropout.h for the mapping; eight
 // generators (one for each row modulo 8) run side by side so that the compiler can vectorise them.
 FLASHATTN_SHARED inline void fill_keep_bits(uint16_t* bits, int64_t groups, PhiloxKey philox_key, const AttnParams& p,
@@ -16,23 +14,23 @@ FLASHATTN_SHARED inline void fill_keep_bits(uint16_t* bits, int64_t groups, Phil
   const int32_t threshold = p.dropout_threshold;
   const int64_t batch = b + p.origin.batch, head = h + p.origin.head, row0 = first_row + p.origin.row,
                 key0 = first_key + p.origin.key;
-  if (row0 % kDropoutLanes || key0 % 64) {  // only for an unaligned origin
+  if (row0 % kWordLanes || key0 % 64) {  // only for an unaligned origin
     for (int64_t j = 0; j < keys; ++j) {
-      for (int64_t i = 0; i < groups * kDropoutLanes; ++i) {
-        uint16_t& word = bits[j * groups + i / kDropoutLanes];
-        if (i % kDropoutLanes == 0) word = 0;
+      for (int64_t i = 0; i < groups * kWordLanes; ++i) {
+        uint16_t& word = bits[j * groups + i / kWordLanes];
+        if (i % kWordLanes == 0) word = 0;
         const bool keeps = i < rows && dropout_keep(philox_key, threshold, batch, head, row0 + i, key0 + j);
-        word |= static_cast<uint16_t>(keeps << i % kDropoutLanes);
+        word |= static_cast<uint16_t>(keeps << i % kWordLanes);
       }
     }
     return;
   }
-  for (int64_t group = 0; group < ceil_div(rows, kDropoutLanes); ++group) {
+  for (int64_t group = 0; group < ceil_div(rows, kWordLanes); ++group) {
     for (int64_t chunk = 0; chunk < keys; chunk += 64) {
       for (int64_t column = 0; column < 8; ++column) {
         PhiloxWords words[8];
         for (int64_t r = 0; r < 8; ++r) {
-          words[r] = dropout_words(philox_key, batch, head, row0 + group * kDropoutLanes + r, key0 + chunk + column);
+          words[r] = dropout_words(philox_key, batch, head, row0 + group * kWordLanes + r, key0 + chunk + column);
         }
         for (int64_t j = column; j < 64 && chunk + j < keys; j += 8) {
           uint32_t word = 0;
@@ -46,11 +44,6 @@ FLASHATTN_SHARED inline void fill_keep_bits(uint16_t* bits, int64_t groups, Phil
       }
     }
   }
-}
-
-// The bits of one vector of queries, from `lane` on, out of the bits of one key.
-inline uint32_t keep_lanes(const uint16_t* key_bits, int64_t lane) {
-  return static_cast<uint32_t>(key_bits[lane / kDropoutLanes]) >> (lane % kDropoutLanes);
 }
 
 }  // namespace FLASHATTN_ISA

@@ -7,33 +7,78 @@
 namespace flashattn_ext {
 namespace FLASHATTN_ISA {
 
-// For each key of a tile the rows [first, last) that see it, counted from the beginning of the query tile.
-template <class Op>
+// Which rows of a tile see each of its keys. Rows are counted from the beginning of the query tile.
 struct KeyRows {
-  using Real = typename Op::Real;
-
   KeyRows(const TileSize& size, ScratchCarver* carve)
-      : first(carve->take<Real>(size.keys)),
-        last(carve->take<Real>(size.keys)),
+      : words(size.queries / kWordLanes),
+        bits(carve->take<uint16_t>(size.keys * words)),
         groups(carve->take<IntervalExtremes>(ceil_div(size.keys, kTileRows))) {}
 
-  void fill(const HeadMask& mask, int64_t row0, int64_t rows, int64_t key0, int64_t keys) const {
-    for (int64_t group = 0; group * kTileRows < keys; ++group) {
+  FLASHATTN_SHARED void fill(const HeadMask& mask, IndexRange rows, IndexRange keys) const {
+    if (mask.has_bits(rows, keys)) {
+      const BlockColumns columns = mask.bits(rows, keys);
+      fill_groups(mask, rows, keys,
+                  [&](int64_t key, IndexRange seen_by) { return set_bits(key, seen_by, columns.of_key[key]); });
+    } else {
+      fill_groups(mask, rows, keys, [&](int64_t key, IndexRange seen_by) { return set_interval(key, seen_by); });
+    }
+  }
+  bool sees(int64_t row, int64_t key) const { return bits[key * words + row / kWordLanes] >> (row % kWordLanes) & 1; }
+
+  int64_t words;             // of one key
+  uint16_t* bits;            // [keys][words]: bit l of word n for row 16 * n + l
+  IntervalExtremes* groups;  // [keys / kTileRows]: extremes of the keys of a register tile
+
+ private:
+  // set(key, rows) sets the bits of a key, which at most these rows see, and returns its extremes.
+  template <class Set>
+  void fill_groups(const HeadMask& mask, IndexRange rows, IndexRange keys, Set set) const {
+    const int64_t count = keys.end - keys.begin;
+    for (int64_t group = 0; group * kTileRows < count; ++group) {
       IntervalExtremes extremes = IntervalExtremes::none();
-      for (int64_t j = group * kTileRows; j < lesser((group + 1) * kTileRows, keys); ++j) {
-        const IndexRange seen_by = mask.rows_of_key(key0 + j, {row0, row0 + rows});
-        const auto begin = static_cast<int32_t>(seen_by.begin - row0), end = static_cast<int32_t>(seen_by.end - row0);
-        first[j] = static_cast<Real>(begin);
-        last[j] = static_cast<Real>(end);
-        // A key that is masked for every row does not widen `any` and makes `all` empty.
-        extremes.add(begin < end ? IntervalExtremes{begin, end, begin, end} : IntervalExtremes{INT32_MAX, 0, 0, 0});
+      for (int64_t j = group * kTileRows; j < lesser((group + 1) * kTileRows, count); ++j) {
+        const IndexRange seen_by = mask.rows_of_key(keys.begin + j, rows);
+        extremes.add(set(j, {seen_by.begin - rows.begin, seen_by.end - rows.begin}));
       }
       groups[group] = extremes;
     }
   }
+  // A key that is masked for every row does not widen `any` and makes `all` empty.
+  static constexpr IntervalExtremes kHidden{INT32_MAX, 0, 0, 0};
 
-  Real *first, *last;        // [keys], as numbers of the compute type
-  IntervalExtremes* groups;  // [keys / kTileRows]: extremes of the keys of a register tile
+  IntervalExtremes set_interval(int64_t key, IndexRange rows) const {
+    for (int64_t n = 0; n < words; n += kGroupWords) store(key, n, group_of(rows, n));
+    const auto begin = static_cast<int32_t>(rows.begin), end = static_cast<int32_t>(rows.end);
+    return begin < end ? IntervalExtremes{begin, end, begin, end} : kHidden;
+  }
+  // column: the bits of a BlockMask, whose tiles have two groups of rows.
+  IntervalExtremes set_bits(int64_t key, IndexRange rows, const uint32_t* column) const {
+    uint64_t seen[2];
+    std::memcpy(seen, column, sizeof seen);
+    for (int n = 0; n < 2; ++n) {
+      seen[n] &= group_of(rows, n * kGroupWords);
+      store(key, n * kGroupWords, seen[n]);
+    }
+    if ((seen[0] | seen[1]) == 0) return kHidden;
+    const int32_t first = seen[0] ? __builtin_ctzll(seen[0]) : 64 + __builtin_ctzll(seen[1]),
+                  end = seen[1] ? 128 - __builtin_clzll(seen[1]) : 64 - __builtin_clzll(seen[0]);
+    const bool is_interval = end - first == __builtin_popcountll(seen[0]) + __builtin_popcountll(seen[1]);
+    return is_interval ? IntervalExtremes{first, end, first, end} : IntervalExtremes{first, end, 0, 0};
+  }
+
+  // Four words at once. The processors of these kernels have the lowest byte of a number first.
+  static constexpr int64_t kGroupWords = 4;
+  static_assert(kTileMultiple == kGroupWords * kWordLanes && kMaskBlock == 2 * kTileMultiple, "rows of a tile");
+  // The bits of these rows in the group that begins with word n.
+  static uint64_t group_of(IndexRange rows, int64_t n) {
+    const auto below = [](int64_t row) {
+      return row >= 64 ? ~uint64_t{0} : row > 0 ? (uint64_t{1} << row) - 1 : uint64_t{0};
+    };
+    return below(rows.end - n * kWordLanes) & ~below(rows.begin - n * kWordLanes);
+  }
+  void store(int64_t key, int64_t n, uint64_t group) const {
+    std::memcpy(bits + key * words + n, &group, sizeof group);
+  }
 };
 
 // One query tile against one key tile. Rows and keys are counted from the beginning of their tile.
@@ -44,18 +89,18 @@ class PanelMask {
 
   // Fills `limits` if a comparison will need them. pads: whether lanes without a query are fully masked.
   FLASHATTN_SHARED PanelMask(const HeadMask& mask, int64_t row0, int64_t rows, int64_t key0, int64_t keys, bool pads,
-                             const KeyRows<Op>& limits)
+                             const KeyRows& limits)
       : mask_(mask.basic), limits_(limits), row0_(row0), rows_(rows), key0_(key0), keys_(keys), pads_(pads) {
     const IndexRange tile_rows{row0, row0 + rows}, tile_keys{key0, key0 + keys};
-    has_groups_ = mask.interval_visibility(tile_rows, tile_keys) != Visibility::kAll;
+    has_groups_ = mask.mask_visibility(tile_rows, tile_keys) != Visibility::kAll;
     is_whole_ = !has_groups_ && mask_.visibility(row0, row0 + rows, key0, key0 + keys) == Visibility::kAll;
-    if (!is_whole_ || (pads && rows % kPanel<Op>)) limits.fill(mask, row0, rows, key0, keys);
+    if (!is_whole_ || (pads && rows % kPanel<Op>)) limits.fill(mask, tile_rows, tile_keys);
   }
 
   // Whether every query sees every key.
   bool is_whole() const { return is_whole_; }
-  // Keys that rows [begin, end) see, widened to whole steps of the product (bfloat16), or to register tiles if
-  // intervals mask some.
+  // Keys that rows [begin, end) see, widened to whole steps of the product (bfloat16), or to register tiles if a Mask
+  // or BlockMask masks some.
   IndexRange keys_of(int64_t begin, int64_t end) const {
     end = lesser(end, rows_);
     return has_groups_ ? groups_of(begin, end)
@@ -85,7 +130,7 @@ class PanelMask {
     }
     return mask_.visibility(row0_ + lane, row0_ + end, key0_ + keys.begin, key0_ + keys.end) == Visibility::kAll;
   }
-  const KeyRows<Op>& limits() const { return limits_; }
+  const KeyRows& limits() const { return limits_; }
 
  private:
   // Whole register tiles of keys, from the first to the last that any of the rows may see.
@@ -107,10 +152,10 @@ class PanelMask {
   }
 
   Mask mask_;
-  const KeyRows<Op>& limits_;
+  const KeyRows& limits_;
   int64_t row0_, rows_, key0_, keys_;
   bool pads_, is_whole_;
-  bool has_groups_;  // intervals mask scores of this tile: ranges come from the groups of `limits`
+  bool has_groups_;  // a Mask or BlockMask masks scores of this tile: ranges come from the groups of `limits`
 };
 
 // The range of units along k that the products need (gemm.h): the keys that some rows see, or the rows that see some

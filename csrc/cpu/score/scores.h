@@ -25,12 +25,12 @@ struct ScoreTile {
   ScoreTile(const AttnParams& p, const TileSize& size, ScratchCarver* carve)
       : queries(size.queries), biases(p, size, carve), limits(size, carve), has_dropout(p.has_dropout()) {
     scores = carve->take<Real>(size.keys * queries);
-    keep_bits = carve->take<uint16_t>(has_dropout ? size.keys * queries / kDropoutLanes : 0);
+    keep_bits = carve->take<uint16_t>(has_dropout ? size.keys * queries / kWordLanes : 0);
   }
 
   int64_t queries;  // rows of a whole tile: the stride between the scores of two keys
   BiasTile<Op> biases;
-  KeyRows<Op> limits;  // used by partially masked panels
+  KeyRows limits;  // used by partially masked panels
   bool has_dropout;
   Real* scores;         // [keys][queries]: products of keys and queries, later weights
   uint16_t* keep_bits;  // [keys][queries / 16], see keep_bits.h
@@ -100,22 +100,20 @@ class ScoreVector {
       : queries(tile.queries),
         scores(tile.scores + lane),
         keep_bits(tile.keep_bits),
-        first_row(tile.limits.first),
-        last_row(tile.limits.last),
-        first_lane(lane),
-        rows(kMasked ? numbers_from(lane) : S::zero()) {}
+        seen_bits(tile.limits.bits),
+        first_lane(lane) {}
 
   V load(int64_t key) const { return S::load(scores + key * queries); }
   void store(int64_t key, V x) const { S::store(scores + key * queries, x); }
 
   // x where the key is visible to the query, `hidden` elsewhere.
   V visible(int64_t key, V x, V hidden) const {
-    return kMasked ? S::where_in_range(rows, S::set1(first_row[key]), S::set1(last_row[key]), x, hidden) : x;
+    return kMasked ? S::where_bits(lanes_of(seen_bits, key), x, hidden) : x;
   }
   // x where dropout keeps the weight, 0 where it drops it.
   V kept(int64_t key, V x) const {
     if (!kDropout) return x;
-    return S::keep(x, keep_lanes(keep_bits + key * (queries / kDropoutLanes), first_lane));
+    return S::keep(x, lanes_of(keep_bits, key));
   }
   template <class Accuracy>
   V weight(int64_t key, V score, V factor, V minus_offset) const {
@@ -128,18 +126,14 @@ class ScoreVector {
   static V hidden_logit() { return S::set1(-std::numeric_limits<Real>::infinity()); }
 
  private:
-  static V numbers_from(int64_t lane) {
-    alignas(64) Real numbers[S::kWidth];
-    for (int l = 0; l < S::kWidth; ++l) numbers[l] = static_cast<Real>(lane + l);
-    return S::load(numbers);
+  uint32_t lanes_of(const uint16_t* bits, int64_t key) const {
+    return bits_of_lanes(bits + key * (queries / kWordLanes), first_lane);
   }
 
   int64_t queries;
   Real* scores;
-  const uint16_t* keep_bits;
-  const Real *first_row, *last_row;  // KeyRows
+  const uint16_t *keep_bits, *seen_bits;  // of a tile: keep_bits.h, KeyRows
   int64_t first_lane;
-  V rows;  // indices of the queries within the tile
 };
 
 // Calls body(masked, dropout) with two std::bool_constant for the panel of queries `lanes` and its computed keys

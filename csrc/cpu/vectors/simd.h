@@ -71,6 +71,15 @@ struct GenericSimd {
     return ((index >= begin) & (index < end)) ? x : otherwise;
   }
   static V where_less(V a, V b, V x, V otherwise) { return a < b ? x : otherwise; }
+  // x in lane l where bit l is set, `otherwise` elsewhere.
+  static V where_bits(uint32_t bits, V x, V otherwise) {
+    using Lane = std::conditional_t<sizeof(T) == 4, int32_t, int64_t>;
+    typedef Lane I __attribute__((vector_size(kVectorBytes)));
+    I lane{};
+    FLASHATTN_UNROLL(16)
+    for (int l = 0; l < kWidth; ++l) lane[l] = Lane{1} << l;
+    return ((static_cast<Lane>(bits) - I{}) & lane) != 0 ? x : otherwise;
+  }
   // Keeps lane l where bit l is set, zero elsewhere.
   static V keep(V x, uint32_t bits) {
     FLASHATTN_UNROLL(16)
@@ -121,6 +130,9 @@ struct Simd<float> {
   static V where_less(V a, V b, V x, V otherwise) {
     return _mm512_mask_mov_ps(otherwise, _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), x);
   }
+  static V where_bits(uint32_t bits, V x, V otherwise) {
+    return _mm512_mask_mov_ps(otherwise, static_cast<__mmask16>(bits), x);
+  }
   // Relative error 2^-27: an estimate and one Newton step.
   static V reciprocal(V x) {
     const V estimate = _mm512_rcp14_ps(x);
@@ -159,11 +171,13 @@ struct Simd<float> {
   static V where_less(V a, V b, V x, V otherwise) {
     return _mm256_blendv_ps(otherwise, x, _mm256_cmp_ps(a, b, _CMP_LT_OQ));
   }
+  static V where_bits(uint32_t bits, V x, V otherwise) { return _mm256_blendv_ps(otherwise, x, lanes_of(bits)); }
   static V reciprocal(V x) { return set1(1.0f) / x; }
-  static V keep(V x, uint32_t bits) {
+  static V keep(V x, uint32_t bits) { return _mm256_and_ps(x, lanes_of(bits)); }
+  static V lanes_of(uint32_t bits) {
     const __m256i lane = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
     const __m256i set = _mm256_and_si256(_mm256_set1_epi32(static_cast<int>(bits)), lane);
-    return _mm256_and_ps(x, _mm256_castsi256_ps(_mm256_cmpeq_epi32(set, lane)));
+    return _mm256_castsi256_ps(_mm256_cmpeq_epi32(set, lane));
   }
   template <class Accuracy>
   static V exp2(V x) {
@@ -190,9 +204,13 @@ struct Simd<float> : GenericSimd<float> {
     return vbslq_f32(vandq_u32(vcgeq_f32(index, begin), vcltq_f32(index, end)), x, otherwise);
   }
   static V where_less(V a, V b, V x, V otherwise) { return vbslq_f32(vcltq_f32(a, b), x, otherwise); }
+  static V where_bits(uint32_t bits, V x, V otherwise) { return vbslq_f32(lanes_of(bits), x, otherwise); }
   static V keep(V x, uint32_t bits) {
+    return vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_f32(x), lanes_of(bits)));
+  }
+  static uint32x4_t lanes_of(uint32_t bits) {
     alignas(16) static constexpr uint32_t kLanes[4] = {1, 2, 4, 8};
-    return vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_f32(x), vtstq_u32(vdupq_n_u32(bits), vld1q_u32(kLanes))));
+    return vtstq_u32(vdupq_n_u32(bits), vld1q_u32(kLanes));
   }
 #endif
   static V reciprocal(V x) { return set1(1.0f) / x; }
