@@ -25,8 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import api, arguments
+from .. import _C, api, arguments
 from .._build import build_info
+from ..block_mask import BlockMask
 from ..mask import Mask
 
 NAME = "flashattn_ext"
@@ -324,8 +325,16 @@ def _broadcast(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> tuple[Tenso
 # --- masks ------------------------------------------------------------------------------------------------------------
 
 
-def _mask_and_bias(attn_mask: Tensor, dtype: torch.dtype, Sq: int, Sk: int) -> tuple[Mask | None, Tensor | None]:
-    """An attn_mask that broadcasts to [B, Hq, Sq, Sk] as an argument of forward(): a Mask if it consists of intervals, else a bias.
+# Pairs of a head from which on a call with a BlockMask, which is made anew in each call, is faster than one with a dense bias: with 4
+# heads of 64 on two cores 0.87 of the time at 512 x 512 where every block is partial, 0.55 where 70 % are hidden; 1.2 at 256 x 256.
+_LEAST_OF_BLOCKS = 512 * 512
+
+
+def _mask_and_bias(
+    attn_mask: Tensor, dtype: torch.dtype, Sq: int, Sk: int
+) -> tuple[Mask | BlockMask | None, Tensor | None]:
+    """An attn_mask that broadcasts to [B, Hq, Sq, Sk] as an argument of forward(): a Mask if it consists of intervals, a BlockMask if that
+    costs less than a bias, else a bias.
 
     Values are read on the CPU only: reading them elsewhere would wait for the device.
     """
@@ -352,6 +361,8 @@ def _mask_and_bias(attn_mask: Tensor, dtype: torch.dtype, Sq: int, Sk: int) -> t
         if is_interval:
             everything = bool((count == Sq).all())
             return None if everything else Mask(torch.stack([first, first + count], -1).int()), None
+        if Sq * Sk >= _LEAST_OF_BLOCKS and not _C.forced_backend().startswith("ascend"):
+            return BlockMask.from_dense(visible), None
     hidden = torch.zeros((), dtype=dtype, device=attn_mask.device).masked_fill(~visible, -torch.inf)
     return None, hidden if attn_mask is visible else attn_mask
 

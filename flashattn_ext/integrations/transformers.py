@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import flashattn_ext
-from flashattn_ext import Mask
+from flashattn_ext import BlockMask, Mask
 from flashattn_ext.decode import has_decoding
 from flashattn_ext.mask_arguments import ALL_ROWS
 from flashattn_ext.tensor_cache import TensorCache
@@ -122,6 +122,7 @@ def _check_version(version: str) -> None:
 _documents = TensorCache()  # by position_ids: the Mask of packed documents; None without documents
 _packed_masks = TensorCache(most=2)  # by cu_seq_lens_k: the Mask of its documents; two, for two kinds of layers
 _dense_masks = TensorCache()  # by a dense mask: its Mask
+_flex_masks = TensorCache()  # by the kv_indices of FlexAttention's BlockMask: ours
 
 
 class _Visible(NamedTuple):
@@ -129,7 +130,7 @@ class _Visible(NamedTuple):
 
     left: int = -1
     right: int = -1
-    mask: Mask | None = None
+    mask: Mask | BlockMask | None = None
     bias: Tensor | None = None
 
 
@@ -164,7 +165,7 @@ def attention(
         key: [B, Hk, Sk, D], any strides.
         value: [B, Hk, Sk, Dv], any strides.
         attention_mask: the LayerMask of the mask function; or a dense mask [B or 1, H or 1, Sq or 1, Sk], bool (True is
-            visible) or floating-point (added to the scores); or None.
+            visible) or floating-point (added to the scores); or on the CPU FlexAttention's BlockMask; or None.
         dropout: probability in [0, 1) of dropping an attention weight.
         scaling: factor of the scores, 1 / sqrt(D) by default.
         sliding_window: number of keys that a query sees, its own included; used only without a mask, which contains it otherwise.
@@ -241,7 +242,11 @@ def attention(
             query, key, range(query.shape[2]), layout="bhsd", relative_bias=relative_bias, bias=bias, **shown
         ).to(query.dtype)
     scores_are_plain = bias is None and relative_bias is None and dropout == 0
-    if scores_are_plain and _is_step_of_generation(query, key, value, s_aux):
+    if (
+        scores_are_plain
+        and not isinstance(visible.mask, BlockMask)
+        and _is_step_of_generation(query, key, value, s_aux)
+    ):
         out = flashattn_ext.flash_attn_with_kvcache(
             query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), invariant=invariant, **shown
         )
@@ -352,6 +357,8 @@ def _with_mask(module: nn.Module, attention_mask: Tensor, query: Tensor, key: Te
     Sq, Sk = query.shape[2], key.shape[2]
     if isinstance(attention_mask, LayerMask):
         return _with_layer_mask(module, attention_mask, Sq, Sk)
+    if type(attention_mask).__module__ == "torch.nn.attention.flex_attention":
+        return _Visible(mask=_of_flex(attention_mask)), False
     if attention_mask.dim() != 4 or not (attention_mask.is_floating_point() or attention_mask.dtype == torch.bool):
         raise TypeError(
             f"{_layer(module)}: attention_mask: expected a bool or floating-point tensor [batch, heads or 1, queries, keys], "
@@ -380,6 +387,14 @@ def _with_layer_mask(module: nn.Module, layer_mask: LayerMask, Sq: int, Sk: int)
     return _Visible(mask=Mask(code) if torch.compiler.is_compiling() else mask.mask()), False
 
 
+def _of_flex(block_mask: Any) -> BlockMask:
+    """FlexAttention's BlockMask, converted once for all layers."""
+    tensors = [block_mask.kv_indices, block_mask.kv_num_blocks]
+    return _flex_masks.get(
+        tensors, lambda: BlockMask.from_flex(block_mask), (block_mask.mask_mod, block_mask.seq_lengths)
+    )
+
+
 def _of_dense(module: nn.Module, visible: Tensor, Sq: int, Sk: int) -> Mask:
     return _dense_masks.get([visible], lambda: _from_dense(module, visible, Sq, Sk), (Sq, Sk))
 
@@ -404,11 +419,13 @@ def _packed(
         )
     sides, Sq = (visible.left, visible.right), query.shape[2]
 
-    def made() -> Mask:
+    def made() -> Mask | BlockMask:
         mask = _between(begins_q, begins_k, key.shape[2], *sides)
         return mask if visible.mask is None else mask & visible.mask
 
-    tensors = [begins_k, begins_q, *([] if visible.mask is None else [visible.mask.intervals])]
+    tensors = [begins_k, begins_q]
+    if visible.mask is not None:
+        tensors.append(visible.mask.lists if isinstance(visible.mask, BlockMask) else visible.mask.intervals)
     return _Visible(mask=_packed_masks.get(tensors, made, (*sides, Sq, key.shape[2])), bias=visible.bias)
 
 

@@ -159,6 +159,24 @@ def test_masks_that_are_intervals_become_intervals(name: str) -> None:
         assert torch.equal(sdpa._mask_and_bias(additive, torch.float32, 33, 33)[0].intervals, mask.intervals)
 
 
+@pytest.mark.no_emulator
+@pytest.mark.parametrize("kind", [torch.bool, torch.float32])
+def test_large_masks_that_are_no_intervals_become_blocks(kind: torch.dtype) -> None:
+    """On the CPU, where that costs less than a dense bias."""
+    visible = torch.rand(2, 1, 520, 512, generator=torch.Generator().manual_seed(0)) < 0.5
+    attn_mask = visible if kind == torch.bool else torch.zeros(visible.shape).masked_fill(~visible, -torch.inf)
+    mask, bias = sdpa._mask_and_bias(attn_mask, torch.float32, 520, 512)
+    assert bias is None and isinstance(mask, flashattn_ext.BlockMask) and torch.equal(mask.dense(), visible)
+    q, k = torch.randn(2, 3, 520, 16), torch.randn(2, 3, 512, 16)
+    expected = F.scaled_dot_product_attention(q, k, k, attn_mask=attn_mask)
+    with sdpa.activate(report=True) as report:
+        got = F.scaled_dot_product_attention(q, k, k, attn_mask=attn_mask)
+    assert report.ours == 1
+    torch.testing.assert_close(got, expected)
+    mask, bias = sdpa._mask_and_bias(attn_mask[:, :, :500], torch.float32, 500, 512)
+    assert mask is None and bias is not None
+
+
 def test_masks_that_no_value_says_become_intervals_without_reading_them() -> None:
     """On the meta device as on an accelerator: by its shape alone, a mask with one row hides the same keys from all rows."""
     padding = torch.ones(2, 1, 1, 33, dtype=torch.bool, device="meta")

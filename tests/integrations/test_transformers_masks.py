@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import flex_attention
 
 transformers = pytest.importorskip("transformers", reason="the extra `hf` is not installed: pip install -e '.[hf]'")
 
@@ -255,6 +256,46 @@ def test_dense_masks_of_users() -> None:
     added = torch.randn(BATCH, 1, 12, 12).masked_fill(values(dilated, 12, 12, 0, 0)[:, None].logical_not(), -torch.inf)
     for bias in (added, added.double(), added[:1, :, :1].clamp(min=-5)):
         torch.testing.assert_close(fax.attention(Layer(), q, k, v, bias)[0], expected(q, k, v, bias=bias.float()))
+
+
+def test_flex_attentions_block_masks() -> None:
+    """What a user of FlexAttention gives to a model; converted once for all layers, and in steps of generation."""
+    q, k, v = tensors()
+    block_mask = flex_attention.create_block_mask(dilated, BATCH, 1, 12, 12, device="cpu")
+    visible = values(dilated, 12, 12, 0, 0)[:, None]
+    torch.testing.assert_close(fax.attention(Layer(), q, k, v, block_mask)[0], expected(q, k, v, visible))
+    assert fax._of_flex(block_mask) is fax._of_flex(block_mask)
+    packed_ends = torch.tensor([0, 5, 12], dtype=torch.int32)
+    apart = (torch.arange(12) < 5)[:, None] == (torch.arange(12) < 5)
+    of_one = flex_attention.create_block_mask(dilated, None, None, 12, 12, device="cpu")
+    got, _ = fax.attention(Layer(), q[:1], k[:1], v[:1], of_one, cu_seq_lens_q=packed_ends, cu_seq_lens_k=packed_ends)
+    torch.testing.assert_close(got, expected(q[:1], k[:1], v[:1], visible[:1] & apart))
+    of_step = flex_attention.create_block_mask(lambda b, h, i, j: (i + j) % 2 == 0, None, None, 3, 12, device="cpu")
+    even = (torch.arange(3)[:, None] + torch.arange(12)) % 2 == 0
+    with torch.no_grad():
+        got, _ = fax.attention(Layer(), q[:, :, :3], k, v, of_step)
+    torch.testing.assert_close(got, expected(q[:, :, :3], k, v, even))
+
+
+def test_a_model_takes_flex_attentions_block_mask() -> None:
+    fax.register()
+    config = transformers.LlamaConfig(
+        vocab_size=50,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    model = transformers.LlamaForCausalLM(config).eval()
+    ids = torch.randint(0, 50, (BATCH, 140), generator=torch.Generator().manual_seed(0))
+    block_mask = flex_attention.create_block_mask(dilated, BATCH, 1, 140, 140, device="cpu")
+    hidden = ~values(dilated, 140, 140, 0, 0)[:, None].expand(BATCH, 1, 140, 140)
+    logits = {}
+    for name, mask in (("eager", torch.zeros(hidden.shape).masked_fill(hidden, -torch.inf)), ("fax", block_mask)):
+        model.set_attn_implementation(name)
+        logits[name] = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+    torch.testing.assert_close(logits["fax"], logits["eager"], rtol=1e-4, atol=1e-5)
 
 
 def test_a_mask_that_is_no_interval_names_the_layer() -> None:
