@@ -113,6 +113,7 @@ CODE = {
     "docs/index.md": "",
     "docs/training_loop.md": "",
     "docs/masks.md": "",
+    "docs/block_masks.md": "",
     "docs/deterministic.md": "",
     "docs/invariant.md": "",
     "docs/migrating.md": "",

@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""Draws the pictures of docs/masks.md: the visible scores of the Mask of each code block.
+"""Draws the pictures of docs/masks.md and docs/block_masks.md: the visible scores of the mask of each code block.
 
-tools/draw_masks.py        runs the blocks of docs/masks.md, makes docs/masks/*.svg
+tools/draw_masks.py        runs the blocks of both pages, makes docs/masks/*.svg and docs/block_masks/*.svg
 
-A block that binds `mask` is followed by its picture. If the block's call is causal, cells that the Mask shows but the causal mask hides are light.
+A block that binds `mask` is followed by its picture. If the block's call is causal, cells that a Mask shows but the causal mask hides are light.
+A cell of a BlockMask is a block; cells that the mask and the call show in part are light.
 """
 
 from __future__ import annotations
@@ -20,11 +21,15 @@ from torch import Tensor
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 sys.path.insert(0, str(DOCS.parent))  # this checkout, not an installed package
-PAGE = DOCS / "masks.md"
+
+from flashattn_ext import Mask  # noqa: E402
+
+PAGES = ("masks.md", "block_masks.md")
+BLOCK = 128
 SECTION = re.compile(r"```python\n(?P<code>.*?)```(?:\n\n!\[[^\]]*\]\((?P<picture>[^)]+)\))?", re.S)
 
 CELL = 12  # pixels
-VISIBLE, CAUSALLY_HIDDEN, HIDDEN = "#1f7a8c", "#bfdbe1", "#eeeeee"
+VISIBLE, PARTLY, HIDDEN = "#1f7a8c", "#bfdbe1", "#eeeeee"
 
 
 def rectangles(cells: Tensor) -> str:
@@ -37,11 +42,20 @@ def rectangles(cells: Tensor) -> str:
     return path
 
 
-def svg(visible: Tensor, causal: bool) -> str:
-    """A picture of bool [Sq, Sk], with a thin white grid."""
+def cells_of(mask: Any, Sq: int, causal: bool) -> tuple[Tensor, Tensor]:
+    """The dark and the light cells of a picture, bool [rows, columns] each."""
+    visible = mask.dense(Sq)[0, 0] if isinstance(mask, Mask) else mask.dense()[0, 0]
     rows, columns = visible.shape
-    above = torch.arange(columns) > torch.arange(rows)[:, None] + columns - rows
-    light = visible & above if causal else torch.zeros_like(visible)
+    shown = visible & (torch.arange(columns) <= torch.arange(rows)[:, None] + columns - rows) if causal else visible
+    if isinstance(mask, Mask):
+        return shown, visible & ~shown
+    blocks = shown.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK)).transpose(1, 2).flatten(2)
+    return blocks.all(2), blocks.any(2) & ~blocks.all(2)
+
+
+def svg(dark: Tensor, light: Tensor) -> str:
+    """A picture of these cells, with a thin white grid."""
+    rows, columns = dark.shape
     grid = "".join(f"M0 {row}h{columns}" for row in range(1, rows)) + "".join(
         f"M{c} 0v{rows}" for c in range(1, columns)
     )
@@ -49,8 +63,8 @@ def svg(visible: Tensor, causal: bool) -> str:
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{CELL * columns}" height="{CELL * rows}" viewBox="0 0 {columns} {rows}">',
             f'<path fill="{HIDDEN}" d="M0 0h{columns}v{rows}h-{columns}z"/>',
-            f'<path fill="{CAUSALLY_HIDDEN}" d="{rectangles(light)}"/>',
-            f'<path fill="{VISIBLE}" d="{rectangles(visible & ~light)}"/>',
+            f'<path fill="{PARTLY}" d="{rectangles(light)}"/>',
+            f'<path fill="{VISIBLE}" d="{rectangles(dark)}"/>',
             f'<path stroke="#ffffff" stroke-width="0.08" d="{grid}"/>',
             "</svg>\n",
         ]
@@ -59,15 +73,15 @@ def svg(visible: Tensor, causal: bool) -> str:
 
 def pictures() -> dict[str, str]:
     """The SVG of each picture, by its path in docs/."""
-    names: dict[str, Any] = {}
     drawn = {}
-    for section in SECTION.finditer(PAGE.read_text(encoding="utf-8")):
-        with contextlib.redirect_stdout(io.StringIO()):
-            exec(section["code"], names)
-        if section["picture"]:
-            drawn[section["picture"]] = svg(
-                names["mask"].dense(names["q"].shape[1])[0, 0], "causal=True" in section["code"].split("forward")[1]
-            )
+    for page in PAGES:
+        names: dict[str, Any] = {}
+        for section in SECTION.finditer((DOCS / page).read_text(encoding="utf-8")):
+            with contextlib.redirect_stdout(io.StringIO()):
+                exec(section["code"], names)
+            if section["picture"]:
+                causal = "causal=True" in section["code"].split("forward")[1]
+                drawn[section["picture"]] = svg(*cells_of(names["mask"], names["q"].shape[1], causal))
     return drawn
 
 
