@@ -184,7 +184,7 @@ inline constexpr KernelRow<sm80::HeadsBackwardTile> kSm80HeadsBackward[] = {
     // 128x128, 4 heads: 19.4, and 512x49, 6 heads: 42.7; tiles of 64 queries: 21.4 and 42.7
     {k16Bit, 32,  kPlain, kEveryGpu,  4, {{128, 32, 32, 16, 1}}},
     // 256x49, 16 heads: 86.7, and 32x128, 12 heads: 34.4; tiles of 128 queries: 121 and 36.3
-    {k16Bit, 64,  kPlain, kEveryGpu,  0, {{64, 32, 32, 16, 1}}},
+    {k16Bit, 64,  kPlain, kEveryGpu,  4, {{64, 32, 32, 16, 1}}},
     // 128x64, 16 heads: 111.6, where reads and writes take 67 at 4 TB/s; no figures of other tiles
     {k16Bit, 128, kPlain, kOtherGpus, 0, {{64, 32, 64, 8, 1}}},
     // no figures of other tiles:
