@@ -53,7 +53,7 @@ SOURCES = [
     "csrc/cpu/tile_size.cpp",
 ]
 
-# Of the CUDA sources these stages take longest, 40 to 70 seconds; as the last ones they would be compiled on a few cores.
+# The sources of these stages take longest, 40 to 70 seconds; if they came last, most cores would be idle meanwhile.
 LONGEST_CUDA = ("sm90_second_", "sm90_jvp_")
 
 

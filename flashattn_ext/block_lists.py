@@ -118,7 +118,7 @@ def visible_pairs(grid: Tensor, bits: Tensor, Sq: int, Sk: int) -> Tensor:
 
     count = (sizes(rows, Sq)[:, None] * sizes(columns, Sk)) * (grid == WHOLE)
     if bits.shape[0]:
-        # Of each block: all of its pairs, and those that the last rows or keys have in it, [P, 2, 2].
+        # `pairs` [P, 2, 2] counts the visible pairs of each block: all, and those within the last rows or keys.
         visible = unpacked(bits)
         last_rows, last_keys = Sq - (rows - 1) * BLOCK, Sk - (columns - 1) * BLOCK
         pairs = torch.stack([visible[:, :r, :k].sum((1, 2)) for r in (BLOCK, last_rows) for k in (BLOCK, last_keys)], 1)

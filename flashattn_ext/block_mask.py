@@ -13,7 +13,7 @@ from torch.utils import _pytree
 from . import arguments, block_lists, block_strips
 from .block_lists import BLOCK, HALF, HIDDEN, WHOLE, WORDS, blocks_in
 from .mask import Mask
-from .mask_arguments import size_of
+from .mask_arguments import check_index, size_of
 from .mask_picture import picture_of
 
 
@@ -343,10 +343,7 @@ class BlockMask:
         """
         columns, figure = size_of("columns", columns, at_least=1), arguments.flag("figure", figure)
         for name, index, entries in zip(("batch", "head"), (batch, head), self.shape, strict=False):
-            if not -entries <= arguments.integer(name, index) < entries:
-                raise ValueError(
-                    f"{name}: expected an index from {-entries} to {entries - 1} for a mask of shape {list(self.shape)}, got {index}"
-                )
+            check_index(name, index, entries, f"a mask of shape {list(self.shape)}")
         one = BlockMask(self.lists[batch][head][None, None].cpu(), self.bits.cpu(), self.Sq, self.Sk)
         return picture_of(one.dense()[0, 0], columns, figure)
 

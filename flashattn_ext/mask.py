@@ -14,7 +14,16 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from . import arguments, ops, tensor_cache
-from .mask_arguments import ALL_ROWS, check_depth_first, first_or_last, integers, reject_keys, runs_of, size_of
+from .mask_arguments import (
+    ALL_ROWS,
+    check_depth_first,
+    check_index,
+    first_or_last,
+    integers,
+    reject_keys,
+    runs_of,
+    size_of,
+)
 from .mask_picture import picture_of
 
 
@@ -420,10 +429,7 @@ class Mask:
         figure = arguments.flag("figure", figure)
         place = {"head": head} if self.is_packed else {"batch": batch, "head": head}
         for (name, index), entries in zip(place.items(), self.intervals.shape, strict=False):
-            if not -entries <= arguments.integer(name, index) < entries:
-                raise ValueError(
-                    f"{name}: expected an index from {-entries} to {entries - 1} for intervals of shape {list(self.intervals.shape)}, got {index}"
-                )
+            check_index(name, index, entries, f"intervals of shape {list(self.intervals.shape)}")
         intervals = self.intervals[tuple(place.values())]
         visible = Mask(intervals[None, None].cpu()).dense(Sq)[0, 0]
         return picture_of(visible, columns, figure)

@@ -20,6 +20,12 @@ def size_of(name: str, value: Any, at_least: int = 0) -> int:
     return min(size, ALL_ROWS)
 
 
+def check_index(name: str, index: Any, entries: int, what: str) -> None:
+    """Refuses an index that an axis of `entries` does not have. what: the tensor and its shape, for the message."""
+    if not -entries <= arguments.integer(name, index) < entries:
+        raise ValueError(f"{name}: expected an index from {-entries} to {entries - 1} for {what}, got {index}")
+
+
 def integers(name: str, values: Any, ranks: tuple[int, ...] = (2,), or_bool: bool = True) -> Tensor:
     if not isinstance(values, Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor, got {type(values).__name__}")

@@ -1,5 +1,6 @@
-// A BlockMask (block_mask.h) for one head: its lists, as head_mask.h asks for tiles, and the bits of a tile, as
-// panel_mask.h compares them. In calls with a BlockMask a tile is one of its blocks (tile_size() in tiles.h).
+// The visibility policy of a BlockMask (block_mask.h) for one head. head_mask.h takes visible tiles from its lists, and
+// panel_mask.h takes the bits of a partial tile. In calls with a BlockMask a tile is one of its blocks (tile_size() in
+// tiles.h).
 #pragma once
 
 #include "cpu/vectors/tiles.h"

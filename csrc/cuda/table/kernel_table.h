@@ -164,8 +164,7 @@ inline constexpr KernelRow<sm80::BackwardTile> kSm80Backward[] = {
     {kFp32,  512, kGeneral,   kEveryGpu,  kMaySpill, {{2, 32, 16, 2, 2, 4, 1}, {1, 16, 16, 1, 1, 4, 1}}},
 };
 
-// Short sequences, in whole heads (cuda/sm80/whole_heads/); choose.h says up to how many keys. Tiles: {keys of a step,
-// warps at most, thread blocks of as many warps}. Notes are microseconds.
+// Whole heads. Tiles: {keys of a step, warps at most, thread blocks of as many warps}. Notes are microseconds.
 inline constexpr KernelRow<sm80::HeadsForwardTile> kSm80HeadsForward[] = {
     // 512x49, 6 heads: 23.5, and 128x128, 4 heads: 10.8; 32 keys: 21.4 and 11.6; 128 keys, 2 blocks: 22.9 and 9.9
     {k16Bit, 32,  kPlain, kEveryGpu, 8, {{64, 8, 3}}},
@@ -178,8 +177,7 @@ inline constexpr KernelRow<sm80::HeadsForwardTile> kSm80HeadsForward[] = {
     {k16Bit, 64,  kUnmasked, kEveryGpu, 0, {{32, 4, 3}}},
 };
 
-// Tiles: {queries of a tile at most, queries of a step, columns of dq of a warp, warps at most, thread blocks of as many
-// warps}.
+// Tiles: {queries of a tile at most, queries of a step, columns of dq of a warp, warps at most, blocks of as many warps}.
 inline constexpr KernelRow<sm80::HeadsBackwardTile> kSm80HeadsBackward[] = {
     // 128x128, 4 heads: 19.4, and 512x49, 6 heads: 42.7; tiles of 64 queries: 21.4 and 42.7
     {k16Bit, 32,  kPlain, kEveryGpu,  4, {{128, 32, 32, 16, 1}}},
@@ -192,8 +190,7 @@ inline constexpr KernelRow<sm80::HeadsBackwardTile> kSm80HeadsBackward[] = {
     {k16Bit, 64,  kUnmasked, kEveryGpu, 0, {{64, 16, 32, 8, 1}}},
 };
 
-// Short sequences on Hopper; choose.h says from how many keys on. Tiles: {keys of a step, resident thread blocks}. Notes
-// are microseconds.
+// Short sequences on Hopper. Tiles: {keys of a step, resident thread blocks}. Notes are microseconds.
 inline constexpr KernelRow<sm90::ShortForwardTile> kSm90ShortForward[] = {
     // 64x197, 12 heads: 47.0, and 32x256, 12 heads: 25.8; 64 keys: 48.1 and 27.8; 96 keys: 46.6 and 27.5
     {k16Bit, 64,  kPlain, kHopper, 0, {{128, 3}}},
@@ -211,8 +208,7 @@ inline constexpr KernelRow<sm90::ForwardTile> kSm90Forward[] = {
     {k16Bit, 96,         kPlain,     kHopper, kMaySpill, {{3, 112, 2}, {3, 96, 2}, {2, 128, 3}}},
     // 717 / 645; 2 x 128: 696 / 629; 2 x 160: 699 / 626
     {k16Bit, 128,        kPlain,     kHopper, 0,         {{3, 80, 3}, {2, 128, 3}, {2, 160, 2}}},
-    // 256 keys: choose.h has the figures; no other tile was timed
-    {k16Bit, 128,        kBrief,     kHopper, 0,         {{2, 128, 3}}},
+    {k16Bit, 128,        kBrief,     kHopper, 0,         {{2, 128, 3}}},  // figures: choose.h; no other tile was timed
     // 700 / 645; 2 x 112: 676 / 611; 2 x 96: 667 / 609; class 160: 0.92 / 0.89 of the rate
     {k16Bit, 144,        kPlain,     kHopper, kMaySpill, {{3, 80, 2}, {2, 112, 2}, {2, 96, 2}}},
     // 743 / 695 (S = 8192); 2 x 128: 705 / 694; 2 x 112: 685 / 675

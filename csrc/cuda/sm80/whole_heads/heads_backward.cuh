@@ -145,7 +145,7 @@ struct HeadsBackward {
       if (column == 0) add_statistics(tile, now, row, delta);
     });
   }
-  // Those of a row. delta: <dout, out>.
+  // Completes the statistics of one row. delta: <dout, out>.
   __device__ __forceinline__ void add_statistics(const QueryTile& tile, const Stage& now, int row, float delta) const {
     auto words = LseWords<float>::of_no_key();
     float dlse = 0;

@@ -38,7 +38,7 @@ struct ShortForward {
   struct Step {
     int key;  // the first
   };
-  // Those of keys and values complete one phase, that of queries one for each unit.
+  // The barriers of keys and of values complete one phase each, the barrier of queries one for each unit.
   struct Barriers {
     ptx::Barrier q, k, v;
   };
