@@ -1,6 +1,5 @@
 // Which kernels a call runs. Every threshold between compiled kernels is here, with the figure behind it, and becomes
-// one Choice, which the sizes of workspaces, the runs, supports() and `slow` read. How a kernel then divides its work
-// is in its own folder.
+// one Choice, which workspace sizes, runs, supports() and `slow` read. How a kernel divides its work is in its folder.
 //
 // This is host code without CUDA's headers: tests/builds/test_choose.py runs it for several sizes of GPUs.
 #pragma once
@@ -18,6 +17,7 @@
 #include "cuda/decode/split/decode.h"
 #include "cuda/decode/split/tiles.h"
 #include "cuda/host/call.h"
+#include "cuda/host/unit_plan.h"
 #include "cuda/kernel_calls.h"
 #include "cuda/sm80/shared/tiles.h"
 #include "cuda/sm80/whole_heads/plan.h"
@@ -378,7 +378,7 @@ class Chooser {
   }
   TableRow short_forward_row(const AttnParams& p, const KernelCall& call) const {
     const TableRow row = hoppers<Stage::kSm90ShortForward>(call);
-    if (!row || call.is_invariant || !sm80::runs_in_whole_heads(p) || !prefers_short_forward(p)) return {};
+    if (!row || call.is_invariant || !may_run_short_kernels(p) || !prefers_short_forward(p)) return {};
     const auto& kernel = table_row<Stage::kSm90ShortForward>(row);
     const auto plan = sm90::ShortForwardPlan::of(p, compiled_tile(kernel.tiles), gpu_.multiprocessors);
     return has_room(plan.shared_bytes(kernel.head_dims.qk), plan.blocks(p)) ? row : TableRow{};
@@ -387,7 +387,7 @@ class Chooser {
   // beside 57.1, 64x128 37.9 and 42.1, 32x96 19.0 and 22.7; but 16x192 25.2 and 17.9, 64x80 12x128 26.7 and 23.1.
   TableRow brief_forward_row(const AttnParams& p, KernelCall call) const {
     constexpr int64_t kMostKeys = 256, kNarrowColumns = 96;  // which have a class of their own
-    if (call.options != kPlain || call.is_invariant || !sm80::runs_in_whole_heads(p)) return {};
+    if (call.options != kPlain || call.is_invariant || !may_run_short_kernels(p)) return {};
     if (p.seqlen_k > kMostKeys || std::max(p.head_dim, p.head_dim_v) <= kNarrowColumns) return {};
     const TableRow plain = hoppers<Stage::kSm90Forward>(call);
     call.options = kBrief;
@@ -399,7 +399,7 @@ class Chooser {
   }
   TableRow heads_forward_row(const AttnParams& p, const KernelCall& call) const {
     const TableRow row = first<Stage::kSm80HeadsForward>(call);
-    if (!row || call.is_invariant || !sm80::runs_in_whole_heads(p)) return {};
+    if (!row || call.is_invariant || !may_run_short_kernels(p)) return {};
     const auto& kernel = table_row<Stage::kSm80HeadsForward>(row);
     const int columns = kernel.head_dims.qk;
     if (p.seqlen_k > most_keys_of_whole_heads(p, kernel.options == kPlain, columns)) return {};

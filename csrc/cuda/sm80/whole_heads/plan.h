@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "cuda/host/call.h"
+#include "cuda/host/unit_plan.h"
 #include "cuda/table/tiles.h"
 #include "params.h"
 
@@ -14,28 +15,17 @@ namespace flashattn_ext::sm80 {
 constexpr int kRowStep = 16;
 FLASHATTN_HOST_DEVICE constexpr int whole_steps(int rows) { return (rows + kRowStep - 1) / kRowStep * kRowStep; }
 
-// Whether the kernels may run a call, for the options of a row of the table: dense ones, unless they are to have the
-// bits of packed ones (docs/deterministic.md). Units of rows are numbered in 32 bits.
-inline bool runs_in_whole_heads(const AttnParams& p) {
-  constexpr int64_t kMostQueries = 1 << 20;
-  return !p.is_varlen() && !p.deterministic && p.batch * p.heads_q > 0 && p.seqlen_q > 0 && p.seqlen_q <= kMostQueries;
-}
-// The backward reads whole vectors of `out`. It forms the gradient of a bias of any shape unless rows share it, and no
-// gradient of other biases and of a sink.
+// Whether the backward of whole heads may run a call, for the options of a row of the table. It reads whole vectors of
+// `out`, and forms the gradient of a bias of any shape unless rows share it, and no gradient of other biases and of a
+// sink.
 inline bool runs_in_whole_heads(const AttnGradParams& p) {
   const bool of_keys = p.dbias.data && p.dbias.row_stride == 0 && p.seqlen_q > 1;
-  return runs_in_whole_heads(static_cast<const AttnParams&>(p)) && !of_keys && !p.dsink && !p.dalibi_slopes &&
-         !p.drelative_bias && rows_are_aligned(p.out, p.head_dim_v, 2);
+  return may_run_short_kernels(p) && !of_keys && !p.dsink && !p.dalibi_slopes && !p.drelative_bias &&
+         rows_are_aligned(p.out, p.head_dim_v, 2);
 }
 
-// A unit is 16 rows of a query head, those of one warp. The units of a KV head are those of all its query heads, and a
-// thread block has `share` of them. Thread blocks are numbered in the order of KV heads.
-struct HeadsForwardPlan {
-  int parts;  // thread blocks of a KV head
-  int share;  // units of a thread block
-  int units;  // of a query head
-  int group;  // query heads of a KV head
-  int keys;   // rows of a tile of keys in shared memory
+// A unit is the 16 rows of one warp.
+struct HeadsForwardPlan : UnitPlan {
   int warps;  // of a thread block
 
   // Warps have two units each or, of longer sequences, three or four, so that the copies of one thread block overlap
@@ -58,9 +48,8 @@ struct HeadsForwardPlan {
     warps = std::min(warps, tile.warps);
     const int parts = static_cast<int>(tile_count(all, warps * rounds));
     const int keys = whole_steps(whole_steps(static_cast<int>(p.seqlen_k)) / 2) * 2;  // of steps of at least 32 too
-    return {parts, (all + parts - 1) / parts, units, group, keys, warps};
+    return {{parts, (all + parts - 1) / parts, units, group, keys}, warps};
   }
-  int64_t blocks(const AttnParams& p) const { return p.batch * p.heads_k * parts; }
   // columns: the class of head dims, of 16-bit elements. The generator of dropout and a barrier take the last bytes.
   int64_t shared_bytes(int columns) const { return int64_t{2 * keys + warps * kRowStep} * columns * 2 + 32; }
 };

@@ -6,6 +6,7 @@
 #include <limits>
 
 #include "cuda/host/call.h"
+#include "cuda/host/unit_plan.h"
 #include "cuda/table/tiles.h"
 #include "params.h"
 
@@ -14,15 +15,8 @@ namespace flashattn_ext::sm90 {
 constexpr int kShortRows = 64;     // of a unit: queries of one query head, as many as a warpgroup multiplies
 constexpr int kMostBoxRows = 256;  // of a TMA copy, which loads all keys
 
-// A thread block has one warpgroup, which computes `share` units of a KV head one after another. The units of a KV head
-// are those of all its query heads. Thread blocks are numbered in the order of KV heads.
-struct ShortForwardPlan {
-  int parts;  // thread blocks of a KV head
-  int share;  // units of a thread block
-  int units;  // of a query head
-  int group;  // query heads of a KV head
-  int keys;   // rows of a tile of keys in shared memory
-
+// A thread block has one warpgroup, which computes its units, of kShortRows each, one after another.
+struct ShortForwardPlan : UnitPlan {
   // A thread block loads all keys of its KV head, in a quarter of the time of a unit. The share is the one with which
   // the multiprocessors need the least time for all thread blocks, as many at once as are resident.
   static ShortForwardPlan of(const AttnParams& p, const ShortForwardTile& tile, int multiprocessors) {
@@ -40,9 +34,8 @@ struct ShortForwardPlan {
       parts = static_cast<int>(tile_count(all, share));
     }
     const int keys = static_cast<int>(tile_count(std::max<int64_t>(p.seqlen_k, 1), kLeastKeys)) * kLeastKeys;
-    return {parts, static_cast<int>(tile_count(all, parts)), units, group, keys};
+    return {{parts, static_cast<int>(tile_count(all, parts)), units, group, keys}};
   }
-  int64_t blocks(const AttnParams& p) const { return p.batch * p.heads_k * parts; }
   // columns: the class of head dims, of 16-bit elements. Barriers take the last bytes.
   int64_t shared_bytes(int columns) const { return int64_t{2 * keys + kShortRows} * columns * 2 + kBarrierBytes; }
 

@@ -1,0 +1,28 @@
+// How the forwards of short sequences (sm80/whole_heads, sm90/forward_short) divide a call into thread blocks. Host
+// code, and the argument of these kernels.
+#pragma once
+
+#include "params.h"
+
+namespace flashattn_ext {
+
+// Whether a call may run the kernels for short sequences, forward or backward: dense ones, unless they are to have the
+// bits of packed ones (docs/deterministic.md). Units of rows are numbered in 32 bits.
+inline bool may_run_short_kernels(const AttnParams& p) {
+  constexpr int64_t kMostQueries = 1 << 20;
+  return !p.is_varlen() && !p.deterministic && p.batch * p.heads_q > 0 && p.seqlen_q > 0 && p.seqlen_q <= kMostQueries;
+}
+
+// A unit is some adjacent rows of a query head. The units of a KV head are those of all its query heads, and a thread
+// block has `share` of them. Thread blocks are numbered in the order of KV heads.
+struct UnitPlan {
+  int parts;  // thread blocks of a KV head
+  int share;  // units of a thread block
+  int units;  // of a query head
+  int group;  // query heads of a KV head
+  int keys;   // rows of a tile of keys in shared memory
+
+  int64_t blocks(const AttnParams& p) const { return p.batch * p.heads_k * parts; }
+};
+
+}  // namespace flashattn_ext
