@@ -60,16 +60,16 @@ inline constexpr KernelRow<sm80::ForwardTile> kSm80Forward[] = {
     // 327 / 318; 4 x 1, 32 keys: 281 / 274; 8 x 1, 32 keys: 262 / 254
     {k16Bit, 256, kDropout,   kOtherGpus, kMaySpill, {{4, 1, 64, 2}, {4, 1, 32, 2}, {8, 1, 32, 1}}},
     // 292 / 193; 4 x 2, 128 keys: 311 / 191; 8 x 1, 64 keys: 252 / 173
-    {k16Bit, 64,  kIntervals, kOtherGpus, kMaySpill, {{4, 2, 64, 3}, {4, 2, 128, 2}, {8, 1, 64, 2}}},
+    {k16Bit, 64,  kMasks,     kEveryGpu,  kMaySpill, {{4, 2, 64, 3}, {4, 2, 128, 2}, {8, 1, 64, 2}}},
     // 363 / 244; 4 x 2, 32 keys: 287 / 206; 8 x 1, 64 keys: 254 / 177
-    {k16Bit, 128, kIntervals, kOtherGpus, kMaySpill, {{4, 2, 64, 2}, {4, 2, 32, 2}, {8, 1, 64, 1}}},
+    {k16Bit, 128, kMasks,     kEveryGpu,  kMaySpill, {{4, 2, 64, 2}, {4, 2, 32, 2}, {8, 1, 64, 1}}},
     // 344 / 245; 4 x 1, 32 keys: 272 / 207; 8 x 1, 32 keys: 252 / 183
-    {k16Bit, 256, kIntervals, kOtherGpus, kMaySpill, {{4, 1, 64, 2}, {4, 1, 32, 2}, {8, 1, 32, 1}}},
+    {k16Bit, 256, kMasks,     kEveryGpu,  kMaySpill, {{4, 1, 64, 2}, {4, 1, 32, 2}, {8, 1, 32, 1}}},
     // 148 / 108; 4 x 2, 32 keys: 115 / 88; 8 x 1, 64 keys: 157 / 115
-    {k16Bit, 64,  kGeneral,   kOtherGpus, kMaySpill, {{4, 2, 64, 2}, {4, 2, 32, 2}, {8, 1, 64, 2}}},
-    {k16Bit, 128, kGeneral,   kOtherGpus, kMaySpill, {{4, 2, 32, 2}}},  // 64 keys spill
+    {k16Bit, 64,  kGeneral,   kEveryGpu,  kMaySpill, {{4, 2, 64, 2}, {4, 2, 32, 2}, {8, 1, 64, 2}}},
+    {k16Bit, 128, kGeneral,   kEveryGpu,  kMaySpill, {{4, 2, 32, 2}}},  // 64 keys spill
     // 232 / 187; 4 x 1, 32 keys: 214 / 168; 8 x 1, 32 keys: 187 / 141
-    {k16Bit, 256, kGeneral,   kOtherGpus, kMaySpill, {{4, 1, 64, 2}, {4, 1, 32, 2}, {8, 1, 32, 1}}},
+    {k16Bit, 256, kGeneral,   kEveryGpu,  kMaySpill, {{4, 1, 64, 2}, {4, 1, 32, 2}, {8, 1, 32, 1}}},
     // 274 / 259; computing the scores twice: 167 / 151
     {k16Bit, 384, kPlain,     kOtherGpus, kMaySpill, {{8, 4, 128, 1, 4, 8}, {8, 4, 128, 1, 2, 8}, {4, 2, 64, 1, 3, 4}}},
     // 290 / 279; computing the scores twice: 139 / 108
@@ -89,9 +89,9 @@ inline constexpr KernelRow<sm80::ForwardTile> kSm80Forward[] = {
     {kFp32,  144, kDropout,   kEveryGpu,  kMaySpill, {{4, 1, 32, 1}}},
     {kFp32,  192, kDropout,   kEveryGpu,  kMaySpill, {{4, 1, 32, 1}}},
     {kFp32,  256, kDropout,   kEveryGpu,  kMaySpill, {{2, 1, 32, 1}}},
-    {kFp32,  64,  kIntervals, kEveryGpu,  kMaySpill, {{8, 1, 32, 1}}},
-    {kFp32,  128, kIntervals, kEveryGpu,  kMaySpill, {{4, 2, 32, 1}}},
-    {kFp32,  256, kIntervals, kEveryGpu,  kMaySpill, {{2, 1, 32, 1}}},
+    {kFp32,  64,  kMasks,     kEveryGpu,  kMaySpill, {{8, 1, 32, 1}}},
+    {kFp32,  128, kMasks,     kEveryGpu,  kMaySpill, {{4, 2, 32, 1}}},
+    {kFp32,  256, kMasks,     kEveryGpu,  kMaySpill, {{2, 1, 32, 1}}},
     {kFp32,  64,  kGeneral,   kEveryGpu,  kMaySpill, {{8, 1, 32, 1}}},
     {kFp32,  128, kGeneral,   kEveryGpu,  kMaySpill, {{4, 2, 32, 1}}},
     {kFp32,  256, kGeneral,   kEveryGpu,  kMaySpill, {{2, 1, 32, 1}}},
@@ -130,9 +130,9 @@ inline constexpr KernelRow<sm80::BackwardTile> kSm80Backward[] = {
     {k16Bit, 144, kDropout,   kOtherGpus, kMaySpill, {{6, 96, 64, 3, 2, 1, 2}, {3, 48, 32, 3, 3, 1, 2}}},
     {k16Bit, 192, kDropout,   kOtherGpus, kMaySpill, {{8, 64, 64, 4, 2, 1, 2}, {4, 64, 32, 2, 2, 1, 1}}},
     {k16Bit, 256, kDropout,   kOtherGpus, kMaySpill, {{8, 64, 64, 4, 2, 1, 2}, {4, 32, 32, 2, 1, 1, 1}}},
-    {k16Bit, 64,  kIntervals, kOtherGpus, kMaySpill, {{4, 128, 32, 4, 4, 1, 2}, {4, 128, 32, 4, 4, 1, 2}}},
-    {k16Bit, 128, kIntervals, kOtherGpus, kMaySpill, {{8, 128, 64, 4, 4, 1, 2}, {8, 64, 64, 4, 2, 1, 1}}},
-    {k16Bit, 256, kIntervals, kOtherGpus, kMaySpill, {{8, 64, 64, 4, 2, 1, 2}, {4, 32, 32, 2, 1, 1, 1}}},
+    {k16Bit, 64,  kMasks,     kEveryGpu,  kMaySpill, {{4, 128, 32, 4, 4, 1, 2}, {4, 128, 32, 4, 4, 1, 2}}},
+    {k16Bit, 128, kMasks,     kEveryGpu,  kMaySpill, {{8, 128, 64, 4, 4, 1, 2}, {8, 64, 64, 4, 2, 1, 1}}},
+    {k16Bit, 256, kMasks,     kEveryGpu,  kMaySpill, {{8, 64, 64, 4, 2, 1, 2}, {4, 32, 32, 2, 1, 1, 1}}},
     {k16Bit, 64,  kGeneral,   kEveryGpu,  kMaySpill, {{4, 128, 32, 4, 4, 1, 2}, {4, 128, 32, 4, 4, 1, 2}}},
     {k16Bit, 128, kGeneral,   kEveryGpu,  kMaySpill, {{8, 128, 64, 4, 4, 1, 2}, {8, 64, 64, 4, 2, 1, 1}}},
     {k16Bit, 256, kGeneral,   kEveryGpu,  kMaySpill, {{8, 64, 64, 4, 2, 1, 2}, {4, 32, 32, 2, 1, 1, 1}}},
@@ -153,9 +153,9 @@ inline constexpr KernelRow<sm80::BackwardTile> kSm80Backward[] = {
     {kFp32,  144, kDropout,   kEveryGpu,  kMaySpill, {{3, 48, 16, 3, 3, 1, 2}, {3, 48, 16, 3, 3, 1, 1}}},
     {kFp32,  192, kDropout,   kEveryGpu,  kMaySpill, {{8, 64, 32, 4, 2, 1, 1}, {1, 16, 16, 1, 1, 2, 2}}},
     {kFp32,  256, kDropout,   kEveryGpu,  kMaySpill, {{4, 32, 32, 2, 1, 1, 1}, {1, 16, 16, 1, 1, 2, 1}}},
-    {kFp32,  64,  kIntervals, kEveryGpu,  kMaySpill, {{8, 64, 64, 2, 2, 1, 2}, {4, 64, 32, 4, 4, 1, 2}}},
-    {kFp32,  128, kIntervals, kEveryGpu,  kMaySpill, {{8, 64, 64, 2, 2, 1, 1}, {4, 32, 32, 2, 2, 1, 1}}},
-    {kFp32,  256, kIntervals, kEveryGpu,  kMaySpill, {{4, 32, 32, 2, 1, 1, 1}, {1, 16, 16, 1, 1, 2, 1}}},
+    {kFp32,  64,  kMasks,     kEveryGpu,  kMaySpill, {{8, 64, 64, 2, 2, 1, 2}, {4, 64, 32, 4, 4, 1, 2}}},
+    {kFp32,  128, kMasks,     kEveryGpu,  kMaySpill, {{8, 64, 64, 2, 2, 1, 1}, {4, 32, 32, 2, 2, 1, 1}}},
+    {kFp32,  256, kMasks,     kEveryGpu,  kMaySpill, {{4, 32, 32, 2, 1, 1, 1}, {1, 16, 16, 1, 1, 2, 1}}},
     {kFp32,  64,  kGeneral,   kEveryGpu,  kMaySpill, {{8, 64, 64, 2, 2, 1, 2}, {4, 64, 32, 4, 4, 1, 2}}},
     {kFp32,  128, kGeneral,   kEveryGpu,  kMaySpill, {{8, 64, 64, 2, 2, 1, 1}, {4, 32, 32, 2, 2, 1, 1}}},
     {kFp32,  256, kGeneral,   kEveryGpu,  kMaySpill, {{4, 32, 32, 2, 1, 1, 1}, {1, 16, 16, 1, 1, 2, 1}}},
@@ -255,10 +255,10 @@ inline constexpr KernelRow<sm90::ForwardTile> kSm90Forward[] = {
     {k16Bit, 128,        kBias,      kHopper, kMaySpill, {{2, 128, 2}, {2, 64, 3}}},  // 567 / 529; 2 x 64: 500 / 471
     {k16Bit, 256,        kBias,      kHopper, kMaySpill, {{2, 64, 2}}},  // 80 keys do not fit
     // 256 / 165; 3 x 64: 272 / 180; 2 x 192: 249 / 145
-    {k16Bit, 64,         kGeneral,   kHopper, kMaySpill, {{2, 128, 3}, {3, 64, 4}, {2, 192, 2}}},
+    {k16Bit, 64,         kUnlisted,  kHopper, kMaySpill, {{2, 128, 3}, {3, 64, 4}, {2, 192, 2}}},
     // 469 / 286; 2 x 64: 400 / 280; 3 x 64 spills in every step
-    {k16Bit, 128,        kGeneral,   kHopper, kMaySpill, {{2, 128, 2}, {2, 64, 4}}},
-    {k16Bit, 256,        kGeneral,   kHopper, kMaySpill, {{2, 64, 2}}},  // 128 keys do not fit
+    {k16Bit, 128,        kUnlisted,  kHopper, kMaySpill, {{2, 128, 2}, {2, 64, 4}}},
+    {k16Bit, 256,        kUnlisted,  kHopper, kMaySpill, {{2, 64, 2}}},  // 128 keys do not fit
     // 588 / 559 (S = 8192); 128: 588 / 559; 96: 566 / 535
     {k16Bit, 384,        kPlain,     kHopper, kMaySpill, {{1, 64, 5}, {1, 128, 4}, {1, 96, 6}}},
     // 646 / 595 (S = 8192); 128: 642 / 573; 96: 594 / 554

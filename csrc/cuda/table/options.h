@@ -14,8 +14,11 @@ enum Options : unsigned {
   kScores = 4,     // an option of a score (params.h), ALiBi or a relative bias
   kBias = 8,       // a bias of any shape in the inputs' 16 bits, whose tiles TMA can copy
   kRare = 16,      // any other bias, gradients of biases that few kernels can form, an origin that places rows
-  kUnmasked = 29,  // all but a Mask
-  kGeneral = 31,   // all of them
+  kBlocks = 256,   // a BlockMask
+  kMasks = 258,    // a Mask or a BlockMask: no call has both
+  kUnmasked = 29,  // all but kMasks
+  kUnlisted = 31,  // all but a BlockMask
+  kGeneral = 287,  // all of them
   kGroups = 64,    // in a backward the query heads of a group add up their dk and dv. Kernels run these calls alone
   kBrief = 128,    // a forward of few keys, whose tiles its queries and keys fill. Kernels run these calls alone
   kFp8 = 32,  // inputs that were fp8: descales, and an out of another dtype. Kernels run either these calls or others
@@ -49,6 +52,7 @@ inline Options options_of(const AttnParams& p) {
   if (p.is_fp8) all = all | kFp8;
   if (p.has_dropout()) all = all | kDropout;
   if (p.has_intervals()) all = all | kIntervals;
+  if (p.has_blocks()) all = all | kBlocks;
   if (p.has_score_option() || p.alibi_slopes || p.relative_bias) all = all | kScores;
   if (p.bias.data) all = all | (has_copyable_bias(p) ? kBias : kRare);
   return p.origin.length_mask == 0 ? all | kRare : all;  // an origin places the rows
@@ -73,7 +77,7 @@ inline Options options_of(const AttnGradParams& p) {
 // without one: kernels for a Mask alone have the steps of the plain kernels, and all other calls run general kernels.
 constexpr Options invariant_options(Options options) {
   if (options & kFp8) return kFp8General;
-  return includes(kIntervals, options) ? options : kGeneral;
+  return includes(kIntervals, options) ? options : kUnlisted;
 }
 
 // Stands in for what a policy does not need.
@@ -88,6 +92,8 @@ constexpr const char* words(Options options) {
       return "dropout";
     case kIntervals:
       return "a Mask";
+    case kBlocks:
+      return "a BlockMask";
     case kScores:
 #define CALL_SCORE(name, ...) #name ", "
       return FLASHATTN_SCORE_OPTIONS(CALL_SCORE) "ALiBi or a relative bias";

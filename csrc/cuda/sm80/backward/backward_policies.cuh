@@ -26,7 +26,7 @@ struct BackwardPolicies<kDropout> : PlainBackwardPolicies {
   using Dropping = CounterDropout;
 };
 template <>
-struct BackwardPolicies<kIntervals> : PlainBackwardPolicies {
+struct BackwardPolicies<kMasks> : PlainBackwardPolicies {
   template <class Kernel>
   using Visibility = IntervalQueries<Kernel>;
 };

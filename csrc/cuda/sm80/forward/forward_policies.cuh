@@ -26,7 +26,7 @@ struct ForwardPolicies<kDropout> : PlainPolicies {
   using Dropping = CounterDropout;
 };
 template <>
-struct ForwardPolicies<kIntervals> : PlainPolicies {
+struct ForwardPolicies<kMasks> : PlainPolicies {
   template <class Kernel>
   using Visibility = IntervalVisibility<Kernel>;
 };

@@ -25,7 +25,7 @@ constexpr int derivative_shared(int bytes, int head_dim) {
 
 // Whether the forward of a row up to 256 head dims (forward.cuh) tracks the largest logit of a row. The kernels of most
 // calls would spill registers with it.
-constexpr bool tells_largest(Options options) { return includes(options, kIntervals); }
+constexpr bool tells_largest(Options options) { return (options & kMasks) != 0; }
 
 // Whether code for the architecture that is being compiled may run the tiles for this much shared memory. Code for 9.0a
 // runs on Hopper alone, where a thread block may have kLargeShared: kernels for less shared memory would double the

@@ -70,7 +70,7 @@ struct ForwardPolicies<kFp8General> : ForwardPolicies<kFp8Scores> {
   using Visibility = IntervalVisibility<Kernel, kGroups>;
 };
 template <>
-struct ForwardPolicies<kGeneral> {
+struct ForwardPolicies<kUnlisted> {
   static constexpr bool kTailsOfCaches = false;
   static constexpr bool kMasks = true;
   template <class Kernel, int kGroups>
