@@ -149,6 +149,7 @@ __device__ __forceinline__ void hide_keys_by_bits(float (&x)[kRowTiles][N][4], c
   for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
+      __syncwarp();  // keeps the compiler from loading the bits of so many rows at once that registers spill
       const RowBits<8 * N> seen = block.of_row<8 * N>(row + 16 * i + 8 * r, key);
 #pragma unroll
       for (int n = 0; n < N; ++n) {

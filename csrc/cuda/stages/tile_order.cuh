@@ -74,7 +74,7 @@ inline int64_t even_section(int64_t heads, int64_t most) {
 // returns one head.
 inline int section_heads(const AttnParams& p, int64_t heads, int64_t head_bytes, int64_t at_least = 1) {
   constexpr int64_t kCacheBytes = 32 << 20;
-  if (p.window_right == kUnbounded && !p.has_intervals()) return 1;
+  if (p.window_right == kUnbounded && !p.has_mask()) return 1;
   const int64_t most = std::max(kCacheBytes / std::max<int64_t>(1, head_bytes), at_least);
   return static_cast<int>(even_section(std::max<int64_t>(1, heads), std::max<int64_t>(1, most)));
 }
@@ -85,7 +85,7 @@ inline int section_heads(const AttnParams& p, int64_t heads, int64_t head_bytes,
 // these gaps are left for the end. The last tiles read the data of all heads from memory once more: the more tiles are
 // left, the sooner this costs more than the idle time that it saves (lab/logs/sm90_backward.md).
 inline int last_tiles(const AttnParams& p, int64_t blocks, int64_t heads, int64_t quarters) {
-  const bool shrink = p.window_right != kUnbounded && p.window_left == kUnbounded && !p.has_intervals() &&
+  const bool shrink = p.window_right != kUnbounded && p.window_left == kUnbounded && !p.has_mask() &&
                       4 * (p.seqlen_k - p.seqlen_q + std::min(p.window_right, p.seqlen_k)) <= p.seqlen_k;
   int64_t last = 0;
   while (shrink && last < blocks && 4 * (last + 1) * (last + 1) * heads <= quarters * blocks * multiprocessors()) {
@@ -102,7 +102,7 @@ inline TileOrder forward_order(const AttnParams& p, int64_t blocks, int64_t elem
   const int64_t head_bytes = p.seqlen_k * (p.head_dim + p.head_dim_v) * element_bytes / p.group_size();
   const int64_t heads = p.batch * p.heads_q;
   const int64_t quarters = blocks < 10 ? 0 : blocks * heads < 10 * multiprocessors() ? 8 : 3;
-  if (p.has_intervals()) at_least = std::max<int64_t>(at_least, 16);
+  if (p.has_mask()) at_least = std::max<int64_t>(at_least, 16);
   return {static_cast<int>(blocks), section_heads(p, heads, head_bytes, at_least),
           last_tiles(p, blocks, heads, quarters)};
 }

@@ -24,7 +24,7 @@ struct JvpPolicies<kPlain> {
 template <>
 struct JvpPolicies<kGeneral> {
   template <class Kernel>
-  using Visibility = IntervalVisibility<Kernel>;
+  using Visibility = MaskVisibility<Kernel>;
   template <class T, int kRowTiles, int kKeys>
   using Tangents = GeneralTangents<T, kRowTiles, kKeys>;
   using Dropping = OptionalDropout;

@@ -42,7 +42,7 @@ struct Jvp {
   using Rule = typename Tangents::Rule;
   using Scores = float[kRowTiles][kScoreTiles][4];
   using Weights = typename Core::A[kRowTiles][kSteps];
-  static_assert(!Visibility::kHasIntervals || kThreads >= kKeys);
+  static_assert(!Visibility::kHasMask || kThreads >= kKeys);
 
   struct Head {
     int b, h, length_q, length_k;

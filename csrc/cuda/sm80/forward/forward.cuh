@@ -47,11 +47,11 @@ struct Forward {
   struct KeyPointers {
     const T *k, *v;  // rows of the head's first key; in registers, of the keys that are loaded next
   };
-  static constexpr bool kSharesPointers = kHeadDim > 64 || sizeof(T) == 4 || Visibility::kHasIntervals;
+  static constexpr bool kSharesPointers = kHeadDim > 64 || sizeof(T) == 4 || Visibility::kHasMask;
   static constexpr bool kSharesLengths =
       sizeof(T) == 2 && (kHeadDim == 96 || kHeadDim == 144 || (kHeadDim == 128 && Dropping::kDrops));
 
-  static_assert(!Visibility::kHasIntervals || (kThreads >= kKeys && kStages == 1));
+  static_assert(!Visibility::kHasMask || (kThreads >= kKeys && kStages == 1));
 
   static constexpr int kSlots = 4 + Visibility::template kSlots<kKeys>;
   static_assert(RowTile::kSwizzled || (kColumns == kHeadDim && kSlots <= kQueries + 2 * kKeys));

@@ -28,7 +28,7 @@ struct ForwardPolicies<kDropout> : PlainPolicies {
 template <>
 struct ForwardPolicies<kMasks> : PlainPolicies {
   template <class Kernel>
-  using Visibility = IntervalVisibility<Kernel>;
+  using Visibility = MaskVisibility<Kernel>;
 };
 template <>
 struct ForwardPolicies<kFp8Scores> : PlainPolicies {
@@ -38,12 +38,12 @@ struct ForwardPolicies<kFp8Scores> : PlainPolicies {
 template <>
 struct ForwardPolicies<kFp8General> : ForwardPolicies<kFp8Scores> {
   template <class Kernel>
-  using Visibility = IntervalVisibility<Kernel>;
+  using Visibility = MaskVisibility<Kernel>;
 };
 template <>
 struct ForwardPolicies<kGeneral> {
   template <class Kernel>
-  using Visibility = IntervalVisibility<Kernel>;
+  using Visibility = MaskVisibility<Kernel>;
   template <class T, int kRowTiles, int kKeys>
   using Scores = GeneralScores<T, kRowTiles, kKeys>;
   using Dropping = OptionalDropout;

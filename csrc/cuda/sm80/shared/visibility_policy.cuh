@@ -15,6 +15,7 @@
 //   isolate(...), poison(...) keep values that are not finite out of rows that do not see them (isolation.cuh)
 #pragma once
 
+#include "cuda/score/block_mask.cuh"
 #include "cuda/score/intervals.cuh"
 #include "cuda/score/isolation.cuh"
 
@@ -24,7 +25,7 @@ namespace flashattn_ext::sm80 {
 template <class Kernel>
 struct ArithmeticVisibility {
   using Mask = UnplacedMask32;
-  static constexpr bool kHasIntervals = false;
+  static constexpr bool kHasMask = false;
   template <int kKeys>
   static constexpr int kSlots = 0;
 
@@ -59,12 +60,13 @@ struct ArithmeticVisibility {
   static __device__ void poison(Kernel&, int) {}
 };
 
-// A Mask: intervals of rows for each key. The first warp finds the key tiles to visit and lists them in shared memory,
-// up to kListed at a time; the intervals of a tile's keys are copied with its values.
+// A Mask or a BlockMask. The first warp finds the key tiles to visit and lists them in shared memory, up to kListed at
+// a time. The intervals of a Mask, for each key of a tile, are copied with its values; the bits of a partial block are
+// read where they lie.
 template <class Kernel>
-struct IntervalVisibility {
+struct MaskVisibility {
   using Mask = Mask32;
-  static constexpr bool kHasIntervals = true;
+  static constexpr bool kHasMask = true;
   static constexpr int kListed = 32;  // tiles: as many as KeyTileFinder finds at most
   template <int kKeys>
   static constexpr int kSlots = 2 + kListed + kKeys;
@@ -76,8 +78,14 @@ struct IntervalVisibility {
   };
   struct ListedTile {
     int n;
-    Limits seen_by_all;  // rows that see all of its keys, as far as the Mask is concerned
-    bool masked;         // by causal or window
+    // Rows that see all of its keys, as far as the mask is concerned. In a partial block of a BlockMask there are none:
+    // `begin` is then the number of its bits.
+    Limits seen_by_all;
+    bool masked;  // by causal or window
+  };
+  struct OfMask {
+    const int2* pairs;  // a Mask's intervals, from the head's first key on; null without one
+    int bits;           // of the tile that is computed, if it lies in a partial block
   };
   struct ListedKey {
     int2 seen_by;
@@ -86,7 +94,7 @@ struct IntervalVisibility {
 
   struct Step {
     int n;
-    bool whole, all_whole;  // whether the Mask hides no key of the tile from the warp's rows, and from the block's
+    bool whole, all_whole;  // whether the mask hides no key of the tile from the warp's rows, and from the block's
     bool masked;
   };
   // The tile is read from the list again and again rather than kept in a register.
@@ -107,24 +115,31 @@ struct IntervalVisibility {
       }
       return tile(kernel);
     }
+    // The kernel has a barrier before it, and another one before the step's scores are masked.
     __device__ Step step(const Kernel& kernel, int n, int row) const {
+      if (threadIdx.x == 0) of_mask(kernel)->bits = listed(kernel, i)->seen_by_all.begin;
       return {n, is_whole(kernel, i, kernel.row0 + row, 16 * Kernel::kRowTiles),
               is_whole(kernel, i, kernel.row0, Kernel::kQueries), listed(kernel, i)->masked};
     }
   };
 
   static __device__ void start_head(const Kernel& kernel, int b, int h, int hk, int key_start) {
-    *pairs(kernel) = IntervalPairs(kernel.p, b, hk, key_start).head(h);
+    of_mask(kernel)->pairs = IntervalPairs(kernel.p, b, hk, key_start).head(h);
   }
   static __device__ void load_pairs(const Kernel& kernel, int n) {
     const int key = n * Kernel::kKeys + threadIdx.x, length = kernel.length_k();
-    if (threadIdx.x < Kernel::kKeys && *pairs(kernel) != nullptr) {
-      ptx::cp_async_8(&listed_key(kernel, threadIdx.x)->seen_by, *pairs(kernel) + min(key, length - 1), key < length);
+    const int2* const pairs = of_mask(kernel)->pairs;
+    if (threadIdx.x < Kernel::kKeys && pairs != nullptr) {
+      ptx::cp_async_8(&listed_key(kernel, threadIdx.x)->seen_by, pairs + min(key, length - 1), key < length);
     }
   }
   template <class Scores>
   static __device__ void hide(const Kernel& kernel, const Step& step, Scores& scores) {
     if (step.whole) return;
+    if (kernel.p.has_blocks()) {
+      return hide_keys_by_bits(scores, partial_block(kernel), kernel.score_row() % kBlockSide,
+                               place_in_block<Kernel::kKeys>(step.n));
+    }
     hide_keys_by_interval(scores, kernel.score_row(), [&](int tile) {
       const int key = tile * 8 + 2 * t();
       const int2 even = listed_key(kernel, key)->seen_by, odd = listed_key(kernel, key + 1)->seen_by;
@@ -145,14 +160,19 @@ struct IntervalVisibility {
     for (int i = 0; i < Kernel::kKeys; ++i) {
       const ListedKey key = *listed_key(kernel, i);
       if (!key.is_isolated) continue;
-      const Limits rows = kernel.mask().rows_of(n * Kernel::kKeys + i, n * Kernel::kKeys + i + 1);
+      Limits rows = kernel.mask().rows_of(n * Kernel::kKeys + i, n * Kernel::kKeys + i + 1);
+      const bool in_block = kernel.p.has_blocks();
+      if (!in_block) rows = {max(rows.begin, key.seen_by.x), min(rows.end, key.seen_by.y)};
 #pragma unroll
       for (int tile = 0; tile < Kernel::kRowTiles; ++tile) {
         bool sees[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           const int row = kernel.row0 + kernel.tile_row(tile) + g() + 8 * r;
-          sees[r] = row >= max(rows.begin, key.seen_by.x) && row < min(rows.end, key.seen_by.y);
+          sees[r] = row >= rows.begin && row < rows.end;
+          if (in_block && sees[r]) {
+            sees[r] = partial_block(kernel).sees(row % kBlockSide, place_in_block<Kernel::kKeys>(n) + i);
+          }
         }
         poison_rows(kernel.out[tile], sees);
       }
@@ -160,9 +180,7 @@ struct IntervalVisibility {
   }
 
  private:
-  static __device__ const int2** pairs(const Kernel& kernel) {  // intervals from the head's first key on
-    return kernel.template slot<const int2*>(4);
-  }
+  static __device__ OfMask* of_mask(const Kernel& kernel) { return kernel.template slot<OfMask>(4); }
   static __device__ KeyList* list(const Kernel& kernel) { return kernel.template slot<KeyList>(5); }
   static __device__ ListedTile* listed(const Kernel& kernel, int i) { return kernel.template slot<ListedTile>(6 + i); }
   static __device__ ListedKey* listed_key(const Kernel& kernel, int i) {  // keys of the tile of values
@@ -176,13 +194,43 @@ struct IntervalVisibility {
       const int b = kernel.head()->b, h = kernel.head()->h;
       const int key_start = static_cast<int>(key_sequence(kernel.p, b).start);
       const Limits rows = kernel.tile_rows(), full = kernel.mask().keys_of_all(rows.begin, rows.end);
-      const KeyTileFinder<kKeys> finder{KeyExtremes(kernel.p, b, h, 1, key_start, kernel.length_k()), rows, first};
-      const int count = finder.find(&next, [&](int i, int n, const IntervalExtremes& keys) {
-        *listed(kernel, i) = {n, {keys.all_first, keys.all_last}, n * kKeys < full.begin || (n + 1) * kKeys > full.end};
-      });
+      const auto add = [&](int i, int n, const Limits& seen_by_all) {
+        *listed(kernel, i) = {n, seen_by_all, n * kKeys < full.begin || (n + 1) * kKeys > full.end};
+      };
+      int count;
+      if (kernel.p.has_blocks()) {
+        count =
+            find_blocks(HeadBlocks(kernel.p, b, h).of_rows(block_of<Kernel::kQueries>(kernel.row0 / Kernel::kQueries)),
+                        &next, first, add);
+      } else {
+        const KeyTileFinder<kKeys> finder{KeyExtremes(kernel.p, b, h, 1, key_start, kernel.length_k()), rows, first};
+        count = finder.find(
+            &next, [&](int i, int n, const IntervalExtremes& keys) { add(i, n, {keys.all_first, keys.all_last}); });
+      }
       if (threadIdx.x == 0) *list(kernel) = {count, next, first};
     }
     __syncthreads();
+  }
+  // As KeyTileFinder::find, in a run of entries.
+  template <class Found>
+  static __device__ int find_blocks(const BlockRun& run, int* next, int first, const Found& found) {
+    constexpr int kTiles = kTilesOfBlock<Kernel::kKeys>;
+    const int last = block_of<Kernel::kKeys>(*next);
+    const bool searches = run.begin < run.end && run.at(run.end - 1).block > last;
+    const int entry = (searches ? run.first_from(last + 1) : run.end) - 1 - lane() / kTiles;
+    const MaskBlock block = entry < run.begin ? MaskBlock{-1, 0} : run.at(entry);
+    const int n = block.block * kTiles + kTiles - 1 - lane() % kTiles;
+    const bool visible = n >= first && n <= *next;  // whatever is in the list
+    const uint32_t all = __ballot_sync(~0u, visible);
+    const Limits everything{INT32_MIN, INT32_MAX};
+    if (visible) {
+      found(__popc(all & ((1u << lane()) - 1)), n, block.is_whole() ? everything : Limits{block.bits, INT32_MIN});
+    }
+    *next = all == 0 ? first - 1 : __shfl_sync(~0u, n, 31 - __clz(all)) - 1;
+    return __popc(all);
+  }
+  static __device__ PartialBlock partial_block(const Kernel& kernel) {
+    return PartialBlock(kernel.p, of_mask(kernel)->bits);
   }
   // The i-th key tile on the list; -1 after the last one.
   static __device__ int listed_tile(const Kernel& kernel, int i) {
