@@ -30,7 +30,7 @@ __device__ __forceinline__ int place_in_block(int tile) {
 // --- lists ----------------------------------------------------------------------------------------------------------
 
 // Entries [begin, end) of one of a head's lists: the blocks of keys that a block of rows sees, or those of rows that
-// see a block of keys.
+// see a block of keys, in ascending order.
 struct BlockRun {
   const int2* entries;
   int begin, end;
@@ -39,14 +39,18 @@ struct BlockRun {
     const int2 entry = __ldg(entries + i);
     return {entry.x, entry.y};
   }
-  // The first entry whose block is at least `block`; `end` if there is none.
+  // The first entry whose block is at least `block`; `end` if there is none. kLanes: 32 where all lanes of a warp call
+  // it together, which takes one round of loads up to 32 entries, and two up to 1024.
+  template <int kLanes = 1>
   __device__ __forceinline__ int first_from(int block) const {
     int first = begin;
     for (int left = end - begin; left > 0;) {
-      const int half = left / 2;
-      const bool is_below = __ldg(&entries[first + half].x) < block;
-      first = is_below ? first + half + 1 : first;
-      left = is_below ? left - half - 1 : half;
+      // Each lane looks at the last entry of one of kLanes + 1 parts; the first ones are below `block`.
+      const int part = (left + kLanes) / (kLanes + 1), last = (kLanes == 1 ? 1 : lane() + 1) * part - 1;
+      const bool is_below = last < left && __ldg(&entries[first + last].x) < block;
+      const int below = (kLanes == 1 ? is_below : __popc(__ballot_sync(~0u, is_below))) * part;
+      first += below;
+      left = min(below == kLanes * part ? part : part - 1, left - below);
     }
     return first;
   }
@@ -80,10 +84,11 @@ template <int kTile>
 struct TilesOfRun {
   BlockRun run;
 
-  // The first place whose tile is at least `tile`.
+  // The first place whose tile is at least `tile`. kLanes: as above.
+  template <int kLanes = 1>
   __device__ __forceinline__ int first_from(int tile) const {
     constexpr int kTiles = kTilesOfBlock<kTile>;
-    const int block = block_of<kTile>(tile), entry = run.first_from(block);
+    const int block = block_of<kTile>(tile), entry = run.first_from<kLanes>(block);
     const bool inside = tile % kTiles != 0 && entry < run.end && run.at(entry).block == block;
     return entry * kTiles + (inside ? tile % kTiles : 0);
   }

@@ -330,12 +330,13 @@ struct SeenBy {
 
 // Products become weights with dropout applied, and dP becomes dS. lse, in units of log2, and delta: from the lane's
 // first query on; an lse of +inf makes weights of 0. With kTwoWords lse is the first word of the log-sum-exp, and
-// log2_sum the second one. Dropping: a policy of dropout (cuda/sm80/shared/dropout_policy.cuh).
-template <bool kMasked, bool kTwoWords, class Score, int kKeyTiles, int N, class Dropping>
+// log2_sum the second one. Seen: SeenBy, or SeenQueries (block_mask.cuh). Dropping: a policy of dropout
+// (cuda/sm80/shared/dropout_policy.cuh).
+template <bool kMasked, bool kTwoWords, class Score, int kKeyTiles, int N, class Seen, class Dropping>
 __device__ __forceinline__ void weigh_and_differentiate(float (&weights)[kKeyTiles][N][4],
                                                         float (&dscores)[kKeyTiles][N][4], const Score& score,
                                                         const float* lse, const float* log2_sum, const float* delta,
-                                                        const SeenBy<kKeyTiles>& seen_by, Dropping& dropping) {
+                                                        const Seen& seen_by, Dropping& dropping) {
 #pragma unroll
   for (int n = 0; n < N; ++n) {
     if (n % 2 == 0) dropping.draw(n);

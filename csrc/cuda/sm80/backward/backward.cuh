@@ -47,9 +47,10 @@ struct Backward : BackwardBase<T, kHeadDimension, kOptions, kLarge> {
   using Workspace = typename Types::Workspace;
   using Base::accumulate_keys, Base::extent, Base::first_score_key, Base::score_key, Base::score_query, Base::starts;
   using Base::kHeadDim, Base::kKeys, Base::kQueries, Base::kStages, Base::kThreads, Base::kScoreStride;
-  using Base::kInRegisters, Base::kKeyTiles;
+  using Base::kInRegisters, Base::kKeyTiles, Base::kScoreTiles;
   using Base::p, Base::workspace, Base::k_tile, Base::places, Base::b, Base::hk, Base::dk, Base::dv;
   using typename Base::QuerySums, typename Base::QueryTile, typename Base::RowTile, typename Base::Scores;
+  using typename Base::Walk;
   static constexpr bool kTwoWords = Gradients::kTwoWords || sizeof(T) == 4;
   // Shared memory has k and v [kKeys][kHeadDim]; stages of q and dout [kQueries][kHeadDim], lse (with kTwoWords as two
   // arrays), delta and what Gradients::load_row adds [kQueries]; buffers of scores [kKeys][kScoreStride]; and Notes.
@@ -96,8 +97,8 @@ struct Backward : BackwardBase<T, kHeadDimension, kOptions, kLarge> {
     weight_tile = reinterpret_cast<T*>(scores + kScoreBytes);
   }
 
-  __device__ void load_queries(int stage, QueryTile tile) {
-    const auto [h, m] = tile;
+  __device__ void load_queries(int stage, const QueryTile& tile) {
+    const int h = tile.h, m = tile.m;
     use_stage(stage);
     const int64_t row = starts()->query + m * kQueries;
     const int rows = min(kQueries, extent()->length_q - m * kQueries);
@@ -121,28 +122,24 @@ struct Backward : BackwardBase<T, kHeadDimension, kOptions, kLarge> {
   }
 
   // dq += dS K
-  __device__ void add_query_gradient(int h, int m) const {
-    Base::add_query_gradient(h, m, [&](QuerySums& sum) { this->multiply_keys(sum, dscore_tile, k_tile); });
+  __device__ void add_query_gradient(const QueryTile& now) const {
+    Base::add_query_gradient(now, [&](QuerySums& sum) { this->multiply_keys(sum, dscore_tile, k_tile); });
   }
 
-  // One step, with the query tile `now`, which is in `stage`. When there is `more`, the tile `ahead` is loaded there
-  // next.
-  __device__ void compute_step(int stage, QueryTile now, bool more, QueryTile ahead) {
-    const auto [h, m] = now;
-    if (kStages == 1) {
-      ptx::cp_async_wait<0>();
-      __syncthreads();
-    }
+  // One step, with the query tile `now`, which is in `stage`. When there is `more`, the walk's next tile is loaded
+  // there.
+  __device__ void compute_step(int stage, const QueryTile& now, bool more, const Walk& walk) {
+    const int row0 = now.m * kQueries;
     use_stage(stage);
     if (kHeadDim > 64) places.recompute();
-    Visibility::isolate_queries(*this, m * kQueries);
+    Visibility::isolate_queries(*this, now);
     Scores weights, dscores;
     score_product<RowTile, true>(weights, places, k_tile, score_key(0), q_tile, score_query());
     score_product<RowTile>(dscores, places, v_tile, score_key(0), dout_tile, score_query());
-    const int row0 = m * kQueries;
-    const bool unmasked = row0 >= extent()->unmasked_begin && row0 + kQueries <= extent()->unmasked_end;
-    unmasked && !Gradients::kMasksAlways ? weigh_and_differentiate<false>(h, row0, weights, dscores)
-                                         : weigh_and_differentiate<true>(h, row0, weights, dscores);
+    const bool unmasked =
+        Visibility::is_whole(now) && row0 >= extent()->unmasked_begin && row0 + kQueries <= extent()->unmasked_end;
+    unmasked && !Gradients::kMasksAlways ? weigh_and_differentiate<false>(now, weights, dscores)
+                                         : weigh_and_differentiate<true>(now, weights, dscores);
     this->store_scores(dscore_tile, dscores);
     if constexpr (kInRegisters) {
       // With two stages a step has one barrier. After it all warps have stored their dS, the next step's queries have
@@ -151,29 +148,31 @@ struct Backward : BackwardBase<T, kHeadDimension, kOptions, kLarge> {
       accumulate_keys(dk, dscores, q_tile);
       if (kStages == 2) ptx::cp_async_wait<0>();
       __syncthreads();
-      if (more) load_queries(stage, ahead);
-      add_query_gradient(h, m);
+      if (more) load_queries(stage, walk.next(*this, stage));
+      add_query_gradient(now);
     } else {
       this->store_scores(weight_tile, weights);
       __syncthreads();
       accumulate_keys(dv, weight_tile, dout_tile);
       accumulate_keys(dk, dscore_tile, q_tile);
-      add_query_gradient(h, m);
+      add_query_gradient(now);
       if (kStages == 2) ptx::cp_async_wait<0>();
       __syncthreads();
-      if (more) load_queries(stage, ahead);
+      if (more) load_queries(stage, walk.next(*this, stage));
     }
   }
 
   // weights: S^T becomes P^T with dropout applied; dscores: dP^T becomes dS^T.
   template <bool kMasked>
-  __device__ void weigh_and_differentiate(int h, int row0, Scores& weights, Scores& dscores) {
-    const int key = first_score_key(), row = row0 + score_query();
-    typename Dropping::template Columns<kKeyTiles> dropping(p, b, h, key, row);
-    SeenBy<kKeyTiles> seen_by;
-    if constexpr (kMasked) seen_by = SeenBy<kKeyTiles>(Visibility::mask_of(*this, h), row + 2 * t(), key + g());
+  __device__ void weigh_and_differentiate(const QueryTile& now, Scores& weights, Scores& dscores) {
+    const int row0 = now.m * kQueries, key = first_score_key(), row = row0 + score_query();
+    typename Dropping::template Columns<kKeyTiles> dropping(p, b, now.h, key, row);
+    typename Visibility::template SeenBy<kKeyTiles, kScoreTiles> seen_by;
+    if constexpr (kMasked) {
+      seen_by = Visibility::template seen_by<kKeyTiles, kScoreTiles>(*this, now, row, key);
+    }
     clear_rows_of_marked(*this, dscores);
-    gradients.template weigh_and_differentiate<kMasked>(*this, h, row0, weights, dscores, seen_by, dropping);
+    gradients.template weigh_and_differentiate<kMasked>(*this, now.h, row0, weights, dscores, seen_by, dropping);
   }
 };
 

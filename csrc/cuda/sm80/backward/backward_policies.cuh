@@ -28,12 +28,12 @@ struct BackwardPolicies<kDropout> : PlainBackwardPolicies {
 template <>
 struct BackwardPolicies<kMasks> : PlainBackwardPolicies {
   template <class Kernel>
-  using Visibility = IntervalQueries<Kernel>;
+  using Visibility = MaskQueries<Kernel>;
 };
 template <>
 struct BackwardPolicies<kGeneral> {
   template <class Kernel>
-  using Visibility = IntervalQueries<Kernel>;
+  using Visibility = MaskQueries<Kernel>;
   template <class Kernel, class T, int kKeyTiles, int kQueryTiles>
   using Gradients = GeneralGradients<Kernel, T, kKeyTiles, kQueryTiles>;
   using Dropping = OptionalDropout;

@@ -43,7 +43,7 @@ struct SecondPolicies<kPlain> {
 template <>
 struct SecondPolicies<kGeneral> {
   template <class Kernel>
-  using Visibility = IntervalQueries<Kernel>;
+  using Visibility = MaskQueries<Kernel>;
   template <class T, int kKeyTiles, int kQueryTiles>
   using Gradients = GeneralSecond<T, kKeyTiles, kQueryTiles>;
   using Dropping = OptionalDropout;

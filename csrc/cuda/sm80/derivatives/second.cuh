@@ -53,10 +53,11 @@ struct Second : SecondBase<T, kHeadDimension, kOptions, kLarge> {
   using Workspace = typename Types::Workspace;
   using Base::accumulate_keys, Base::extent, Base::first_score_key, Base::score_key, Base::score_query, Base::starts;
   using Base::kHeadDim, Base::kKeys, Base::kQueries, Base::kStages, Base::kThreads, Base::kScoreStride;
-  using Base::kKeyTiles;
+  using Base::kKeyTiles, Base::kScoreTiles;
   using Base::multiply_keys, Base::store_scores;
   using Base::p, Base::workspace, Base::k_tile, Base::places, Base::b, Base::hk, Base::dk, Base::dv;
   using typename Base::QuerySums, typename Base::QueryTile, typename Base::RowTile, typename Base::Scores;
+  using typename Base::Walk;
   static_assert(kStages == 1);
   static constexpr bool kTwoWords = Gradients::kTwoWords;
   static_assert(kTwoWords || sizeof(T) == 2);
@@ -104,8 +105,8 @@ struct Second : SecondBase<T, kHeadDimension, kOptions, kLarge> {
     load_rows<kKeys>(tk_tile, p.tangents.k, hk, row, count, p.head_dim);
     load_rows<kKeys>(tv_tile, p.tangents.v, hk, row, count, p.head_dim_v);
   }
-  __device__ void load_queries(int, QueryTile tile) const {
-    const auto [h, m] = tile;
+  __device__ void load_queries(int, const QueryTile& tile) const {
+    const int h = tile.h, m = tile.m;
     const int64_t row = starts()->query + m * kQueries;
     const int rows = min(kQueries, extent()->length_q - m * kQueries);
     load_rows<kQueries>(q_tile, p.q, h, row, rows, p.head_dim);
@@ -129,41 +130,40 @@ struct Second : SecondBase<T, kHeadDimension, kOptions, kLarge> {
   }
   __device__ void end_head(int h) { gradients.end_head(*this, h); }
 
-  __device__ void compute_step(int, QueryTile now, bool more, QueryTile ahead) {
-    const auto [h, m] = now;
-    const int row0 = m * kQueries;
-    ptx::cp_async_wait<0>();
-    __syncthreads();
+  __device__ void compute_step(int, const QueryTile& now, bool more, const Walk& walk) {
     if (kHeadDim > 64) places.recompute();
-    isolate_queries(row0);
-    const bool unmasked = row0 >= extent()->unmasked_begin && row0 + kQueries <= extent()->unmasked_end;
-    unmasked && !Gradients::kMasksAlways ? compute_scores<false>(h, row0) : compute_scores<true>(h, row0);
+    isolate_queries(now);
+    const int row0 = now.m * kQueries;
+    const bool unmasked =
+        Visibility::is_whole(now) && row0 >= extent()->unmasked_begin && row0 + kQueries <= extent()->unmasked_end;
+    unmasked && !Gradients::kMasksAlways ? compute_scores<false>(now) : compute_scores<true>(now);
     __syncthreads();
     accumulate_keys(dv, weight_tile, dout_tile);
     accumulate_keys(dk, f_tile, q_tile);
     if (p.tangents.q.data) accumulate_keys(dk, t_tile, tq_tile);
     // dq += F k + T tk
-    this->add_query_gradient(h, m, [&](QuerySums& sum) {
+    this->add_query_gradient(now, [&](QuerySums& sum) {
       multiply_keys(sum, f_tile, k_tile);
       if (p.tangents.k.data) multiply_keys(sum, t_tile, tk_tile);
     });
     __syncthreads();
-    if (more) load_queries(0, ahead);
+    if (more) load_queries(0, walk.next(*this, 0));
   }
 
   // Keep inputs that are not finite out of results that do not see them.
   __device__ void isolate_keys() const {
     Visibility::isolate_keys(*this);
-    if (p.has_intervals() && p.tangents.k.data) Visibility::isolate_key_rows(*this, tk_tile);
+    if (p.has_mask() && p.tangents.k.data) Visibility::isolate_key_rows(*this, tk_tile);
   }
-  __device__ void isolate_queries(int row0) const {
-    Visibility::isolate_queries(*this, row0);
-    if (p.tangents.q.data) Visibility::template isolate_query_rows<kQueries>(*this, row0, tq_tile);
+  __device__ void isolate_queries(const QueryTile& now) const {
+    Visibility::isolate_queries(*this, now);
+    if (p.tangents.q.data) Visibility::template isolate_query_rows<kQueries>(*this, now, tq_tile);
   }
 
   // Computes the products of a step, and from them F, T and the weights of dv, which it stores in shared memory.
   template <bool kMasked>
-  __device__ void compute_scores(int h, int row0) {
+  __device__ void compute_scores(const QueryTile& now) {
+    const int h = now.h, row0 = now.m * kQueries;
     Scores x, tangents, dp, of_values;
     score_product<RowTile, true>(x, places, k_tile, score_key(0), q_tile, score_query());
     score_product<RowTile>(dp, places, v_tile, score_key(0), dout_tile, score_query());
@@ -180,8 +180,10 @@ struct Second : SecondBase<T, kHeadDimension, kOptions, kLarge> {
     if constexpr (!kTwoWords) subtract_words_of_marked<false>(*this, x, workspace.score, h, row0);
     const int key = first_score_key(), row = row0 + score_query();
     typename Dropping::template Columns<kKeyTiles> dropping(p, b, h, key, row);
-    SeenBy<kKeyTiles> seen_by;
-    if constexpr (kMasked) seen_by = SeenBy<kKeyTiles>(Visibility::mask_of(*this, h), row + 2 * t(), key + g());
+    typename Visibility::template SeenBy<kKeyTiles, kScoreTiles> seen_by;
+    if constexpr (kMasked) {
+      seen_by = Visibility::template seen_by<kKeyTiles, kScoreTiles>(*this, now, row, key);
+    }
     clear_rows_of_marked(*this, dp);
     clear_rows_of_marked(*this, of_values);
     gradients.template differentiate_twice<kMasked>(*this, h, row0, x, tangents, dp, of_values, seen_by, dropping);

@@ -25,9 +25,9 @@ struct GeneralSecond {
 
   BiasSums<kKeyTiles, true> sums;
 
-  template <bool kMasked, class Kernel, class Scores, class Dropping>
+  template <bool kMasked, class Kernel, class Scores, class SeenBy, class Dropping>
   __device__ void differentiate_twice(const Kernel& kernel, int h, int row0, Scores& x, Scores& tangents, Scores& dp,
-                                      const Scores& b, const SeenBy<kKeyTiles>& seen_by, Dropping& dropping) {
+                                      const Scores& b, const SeenBy& seen_by, Dropping& dropping) {
     constexpr int kTogether = 2;  // query tiles
     const GeneralScore& score = kernel.workspace.score;
     const bool is_plain = !score.changes_products() && !kernel.p.has_bias();

@@ -5,17 +5,29 @@
 //   some(rows), all(rows, length_q)
 //                            those of `rows`, which causal and window leave, that see some key, or every key
 //   note(...)                fills the Notes. first, last: tiles of queries of the walk
-//   isolate_keys(kernel), isolate_queries(kernel, row0)
+//   Walk                     over tiles of queries: all those of one head, then those of the group's next head
+//     steps                  how many there are. If that is found out late, it is INT_MAX until `advance` finds the end
+//     next(kernel, stage)    the tile to load next, into that stage
+//     now(kernel, stage)     the tile in a stage whose queries have been loaded, with a barrier in between
+//     ends_head(tile)        whether it is the last one of its head
+//     advance(kernel, i)     to the next one to load, the i-th; or also past the tile that is computed
+//   QueryTile                h, m: query head, number of the tile in its sequence; and what the policy knows of it
+//   is_whole(tile)           whether no other mask than causal and window hides anything in it
+//   SeenBy<kKeyTiles, N>, seen_by<kKeyTiles, N>(kernel, tile, row, key)
+//                            what a lane sees. row, key: the warp's first ones, within the sequence
+//   isolate_keys(kernel), isolate_queries(kernel, tile)
 //                            keep inputs that are not finite out of results that do not see them (isolation.cuh)
-//   isolate_key_rows(kernel, tile), isolate_query_rows<kRows>(kernel, row0, tile)
-//                            the same for one more tile. isolate_key_rows is called only with a Mask, once the tile is
-//                            visible to all threads
-//   mask_of(kernel, h)       for SeenBy
-//   added_before(kernel, m), added_after(kernel, before)
-//                            in a deterministic call: the counter of query tile m (dq_order.cuh) before and after this
+//   isolate_key_rows(kernel, rows), isolate_query_rows<kRows>(kernel, tile, rows)
+//                            the same for one more tile of rows. isolate_key_rows is called only with a mask, once the
+//                            rows are visible to all threads
+//   added_before(kernel, tile), added_after(kernel, before)
+//                            in a deterministic call: the counter of a query tile (dq_order.cuh) before and after this
 //                            key tile adds to it
 #pragma once
 
+#include <climits>
+
+#include "cuda/score/block_mask.cuh"
 #include "cuda/score/intervals.cuh"
 #include "cuda/score/isolation.cuh"
 #include "cuda/score/scores.cuh"
@@ -28,70 +40,183 @@ template <class Kernel>
 struct ArithmeticQueries {
   using Mask = UnplacedMask32;
   struct Notes {};
+  struct QueryTile {
+    int h, m;
+  };
+  template <int kKeyTiles, int N>
+  using SeenBy = flashattn_ext::SeenBy<kKeyTiles>;
+
+  struct Walk {
+    int last, steps;
+    QueryTile computed, ahead;
+
+    __device__ Walk(const Kernel& kernel, int first, int last) : last(last) {
+      const int group = static_cast<int>(kernel.p.group_size());
+      steps = (last + 1 - first) * group;
+      computed = ahead = {kernel.hk * group, first};
+    }
+    static __device__ bool is_empty() { return false; }
+    __device__ QueryTile next(const Kernel&, int) const { return ahead; }
+    __device__ QueryTile now(const Kernel&, int) const { return computed; }
+    __device__ bool ends_head(const QueryTile& tile) const { return tile.m == last; }
+    __device__ void advance_ahead(const Kernel& kernel, int) { move(kernel, &ahead); }
+    __device__ void advance(const Kernel& kernel, int) {
+      move(kernel, &computed);
+      move(kernel, &ahead);
+    }
+
+   private:
+    __device__ void move(const Kernel& kernel, QueryTile* tile) const {
+      if (++tile->m > last) *tile = {tile->h + 1, kernel.starts()->query_tile};
+    }
+  };
 
   __device__ ArithmeticQueries(const Kernel&, const Mask&, int, int, int) {}
   __device__ Limits some(const Limits& rows) const { return rows; }
   __device__ Limits all(const Limits& rows, int) const { return rows; }
   __device__ void note(const Kernel&, const Mask&, int, int, int) const {}
 
+  static __device__ bool is_whole(const QueryTile&) { return true; }
+  template <int kKeyTiles, int N>
+  static __device__ SeenBy<kKeyTiles, N> seen_by(const Kernel& kernel, const QueryTile&, int row, int key) {
+    return SeenBy<kKeyTiles, N>(kernel.mask(), row + 2 * t(), key + g());
+  }
   static __device__ void isolate_keys(const Kernel&) {}
-  static __device__ void isolate_queries(const Kernel&, int) {}
+  static __device__ void isolate_queries(const Kernel&, const QueryTile&) {}
   template <class T>
   static __device__ void isolate_key_rows(const Kernel&, T*) {}
   template <int kRows, class T>
-  static __device__ void isolate_query_rows(const Kernel&, int, T*) {}
-  static __device__ Mask mask_of(const Kernel& kernel, int) { return kernel.mask(); }
-  static __device__ int added_before(const Kernel& kernel, int m) {
-    return key_tiles_before(kernel.mask(), kernel.n, Kernel::kKeys, m * Kernel::kQueries, Kernel::kQueries);
+  static __device__ void isolate_query_rows(const Kernel&, const QueryTile&, T*) {}
+  static __device__ int added_before(const Kernel& kernel, const QueryTile& tile) {
+    return key_tiles_before(kernel.mask(), kernel.n, Kernel::kKeys, tile.m * Kernel::kQueries, Kernel::kQueries);
   }
   static __device__ int added_after(const Kernel&, int before) { return before + 1; }
 };
 
-// A Mask as well: intervals of rows for each key.
+// A Mask, intervals of rows for each key, or a BlockMask, lists of blocks, as well.
 template <class Kernel>
-struct IntervalQueries {
+struct MaskQueries {
   using Mask = Mask32;
+  struct alignas(16) QueryTile {
+    int h, m;
+    int bits;  // of the block that it lies in: MaskBlock::bits
+    int ends_head;
+  };
   struct Notes {
     IntervalPairs pairs;
-    EarlierKeyTile before;  // in a deterministic call: the last key tile that adds to any of the walk's query tiles
+    EarlierKeyTile before;  // in a deterministic call with a Mask: the last key tile that adds to any tile of the walk
+    Limits walk;            // tiles of queries that causal, window and a Mask leave
+    QueryTile in_stage[2];  // of which kernels with one stage use the first
+  };
+  template <int kKeyTiles, int N>
+  using SeenBy = SeenQueries<kKeyTiles, N>;
+
+  // With a BlockMask the tiles of a head are counted along the run of entries of the key tile's block (TilesOfRun).
+  struct Walk {
+    int steps;
+    int h, place, last;  // of the tile that is loaded next: its head, its place, the last place of its head
+    MaskBlock entry;     // that it lies in
+
+    __device__ Walk(const Kernel& kernel, int first, int last)
+        : steps(kernel.p.has_blocks() ? INT_MAX : (last + 1 - first) * static_cast<int>(kernel.p.group_size())) {
+      start_head(kernel, kernel.hk * static_cast<int>(kernel.p.group_size()), 0);
+    }
+    __device__ bool is_empty() const { return steps == 0; }
+    // One thread notes the tile for now(). The stage's last tile has been computed.
+    __device__ QueryTile next(const Kernel& kernel, int stage) const {
+      QueryTile tile{h, place, kWholeBlock, place == last};
+      if (kernel.p.has_blocks()) {
+        const Limits walk = notes(kernel).walk;
+        const int m = entry.block * kTiles + place % kTiles;
+        tile.m = min(max(m, walk.begin), walk.end - 1);  // whatever is in the list
+        tile.bits = entry.bits;
+      }
+      if (threadIdx.x == 0) notes(kernel).in_stage[stage] = tile;
+      return tile;
+    }
+    __device__ QueryTile now(const Kernel& kernel, int stage) const { return notes(kernel).in_stage[stage]; }
+    static __device__ bool ends_head(const QueryTile& tile) { return tile.ends_head; }
+    __device__ void advance_ahead(const Kernel& kernel, int i) {
+      if (place == last) return start_head(kernel, h + 1, i);
+      ++place;
+      if (kernel.p.has_blocks() && place % kTiles == 0) entry = run(kernel, h).at(place / kTiles);
+    }
+    __device__ void advance(const Kernel& kernel, int i) { advance_ahead(kernel, i); }
+
+   private:
+    static constexpr int kTiles = kTilesOfBlock<Kernel::kQueries>;
+
+    static __device__ BlockRun run(const Kernel& kernel, int h) {
+      return HeadBlocks(kernel.p, kernel.b, h).of_keys(block_of<Kernel::kKeys>(kernel.n));
+    }
+    // Moves to the first tile of head `head` or, with a BlockMask, of the next head that has one. i: its number.
+    __device__ void start_head(const Kernel& kernel, int head, int i) {
+      const Limits walk = notes(kernel).walk;
+      h = head, place = walk.begin, last = walk.end - 1;
+      if (!kernel.p.has_blocks()) return;
+      const int end = (kernel.hk + 1) * static_cast<int>(kernel.p.group_size());
+      for (; h < end; ++h) {
+        const TilesOfRun<Kernel::kQueries> tiles{run(kernel, h)};
+        place = tiles.template first_from<32>(walk.begin), last = tiles.template first_from<32>(walk.end) - 1;
+        if (place > last) continue;
+        entry = tiles.run.at(place / kTiles);
+        return;
+      }
+      last = place;  // the next move comes here again, and reads no list
+      if (i < steps) steps = i;
+    }
   };
 
   IntervalExtremes of_keys;
 
-  __device__ IntervalQueries(const Kernel& kernel, const Mask& mask, int key_start, int key0, int end)
+  __device__ MaskQueries(const Kernel& kernel, const Mask& mask, int key_start, int key0, int end)
       : of_keys(extremes(kernel, key_start, mask.seqlen_k).of_tile(key0, end)) {}
   __device__ Limits some(const Limits& rows) const { return clipped(rows, of_keys); }
   __device__ Limits all(const Limits& rows, int length_q) const { return clipped_to_all(rows, of_keys, length_q); }
   __device__ void note(const Kernel& kernel, const Mask& mask, int key_start, int first, int last) const {
-    Notes& notes = kernel.notes()->visibility;
-    if (threadIdx.x == 0) notes.pairs = IntervalPairs(kernel.p, kernel.b, kernel.hk, key_start);
-    if (!kernel.p.deterministic || threadIdx.x >= 32) return;
+    if (threadIdx.x == 0) {
+      notes(kernel).pairs = IntervalPairs(kernel.p, kernel.b, kernel.hk, key_start);
+      notes(kernel).walk = {first, last + 1};
+    }
+    if (!kernel.p.deterministic || kernel.p.has_blocks() || threadIdx.x >= 32) return;
     const Limits walk{first * Kernel::kQueries, (last + 1) * Kernel::kQueries};
     const EarlierKeyTile found =
         key_tile_before<Kernel::kKeys>(extremes(kernel, key_start, mask.seqlen_k), mask, kernel.n, walk);
-    if (threadIdx.x == 0) notes.before = found;
+    if (threadIdx.x == 0) notes(kernel).before = found;
+  }
+
+  static __device__ bool is_whole(const QueryTile& tile) { return tile.bits == kWholeBlock; }
+  template <int kKeyTiles, int N>
+  static __device__ SeenBy<kKeyTiles, N> seen_by(const Kernel& kernel, const QueryTile& tile, int row, int key) {
+    const IntervalMask mask(kernel.mask(), notes(kernel).pairs.head(tile.h));
+    SeenBy<kKeyTiles, N> seen([&](int i, int r) {
+      const Limits rows = rows_that_see(mask, key + g() + 16 * i + 8 * r);
+      return Limits{rows.begin - row - 2 * t(), rows.end - row - 2 * t()};
+    });
+    if (!is_whole(tile)) seen.keep(PartialBlock(kernel.p, tile.bits), row % kBlockSide, key % kBlockSide);
+    return seen;
   }
 
   // Rows of partially masked tiles that are not finite become zeros. Their queries get a log-sum-exp of NaN, which
   // makes their unmasked weights NaN. Their keys get values of NaN, which make their unmasked dS NaN.
   static __device__ void isolate_keys(const Kernel& kernel) {
-    if (!kernel.p.has_intervals()) return;
+    if (!kernel.p.has_mask()) return;
     if (Kernel::kStages == 1) {
       ptx::cp_async_wait<0>();
       __syncthreads();
     }
     isolate_key_rows(kernel, kernel.k_tile);
   }
-  static __device__ void isolate_queries(const Kernel& kernel, int row0) {
+  static __device__ void isolate_queries(const Kernel& kernel, const QueryTile& tile) {
     // The tile of dout follows the tile of q.
-    isolate_query_rows<2 * Kernel::kQueries>(kernel, row0, kernel.q_tile);
+    isolate_query_rows<2 * Kernel::kQueries>(kernel, tile, kernel.q_tile);
   }
 
-  // Isolates one tile of keys; the next function kRows rows of queries from `tile` on.
+  // Isolates one tile of keys; the next function kRows rows of queries from `rows` on.
   template <class T>
-  static __device__ void isolate_key_rows(const Kernel& kernel, T* tile) {
+  static __device__ void isolate_key_rows(const Kernel& kernel, T* rows) {
     using RowTile = typename Kernel::RowTile;
-    isolate_rows<RowTile, Kernel::kKeys, Kernel::kThreads>(tile, [&](int row, bool finite) {
+    isolate_rows<RowTile, Kernel::kKeys, Kernel::kThreads>(rows, [&](int row, bool finite) {
       uint4* const values = reinterpret_cast<uint4*>(kernel.v_tile + row * RowTile::kStride);
 #pragma unroll 1
       for (int i = 0; !finite && i < Kernel::kHeadDim * Kernel::kBytes / kVectorBytes; ++i) {
@@ -100,29 +225,40 @@ struct IntervalQueries {
     });
   }
   template <int kRows, class T>
-  static __device__ void isolate_query_rows(const Kernel& kernel, int row0, T* tile) {
-    if (!kernel.p.has_intervals()) return;
+  static __device__ void isolate_query_rows(const Kernel& kernel, const QueryTile& tile, T* rows) {
+    if (!kernel.p.has_mask()) return;
     const auto* const extent = kernel.extent();
-    if (row0 >= extent->unmasked_begin && row0 + Kernel::kQueries <= extent->unmasked_end) return;
-    isolate_rows<typename Kernel::RowTile, kRows, Kernel::kThreads>(tile, [&](int row, bool finite) {
+    const int row0 = tile.m * Kernel::kQueries;
+    const bool unmasked = row0 >= extent->unmasked_begin && row0 + Kernel::kQueries <= extent->unmasked_end;
+    if (unmasked && is_whole(tile)) return;
+    isolate_rows<typename Kernel::RowTile, kRows, Kernel::kThreads>(rows, [&](int row, bool finite) {
       if (!finite) kernel.lse[row % Kernel::kQueries] = not_a_number();
     });
   }
-  static __device__ IntervalMask mask_of(const Kernel& kernel, int h) {
-    return IntervalMask(kernel.mask(), kernel.notes()->visibility.pairs.head(h));
-  }
-  static __device__ int added_before(const Kernel& kernel, int m) {
+  static __device__ int added_before(const Kernel& kernel, const QueryTile& tile) {
+    const Limits rows{tile.m * Kernel::kQueries, (tile.m + 1) * Kernel::kQueries};
+    if (kernel.p.has_blocks()) return blocks_added_before(kernel, tile, rows);
     const KeyExtremes all = extremes(kernel, kernel.starts()->key, kernel.extent()->length_k);
-    const Limits rows{m * Kernel::kQueries, (m + 1) * Kernel::kQueries};
-    return key_tile_before<Kernel::kKeys>(all, kernel.mask(), kernel.notes()->visibility.before, rows) + 1;
+    return key_tile_before<Kernel::kKeys>(all, kernel.mask(), notes(kernel).before, rows) + 1;
   }
-  static __device__ int added_after(const Kernel& kernel, int) { return kernel.n + 1; }
+  static __device__ int added_after(const Kernel& kernel, int before) {
+    return kernel.p.has_blocks() ? before + 1 : kernel.n + 1;
+  }
 
  private:
+  static __device__ Notes& notes(const Kernel& kernel) { return kernel.notes()->visibility; }
   // The extremes for all query heads that read the KV head.
   static __device__ KeyExtremes extremes(const Kernel& kernel, int key_start, int length_k) {
     const int group = static_cast<int>(kernel.p.group_size());
     return KeyExtremes(kernel.p, kernel.b, kernel.hk * group, group, key_start, length_k);
+  }
+  // How many key tiles add before this one: those of the blocks that the rows see, from the first that causal and
+  // window leave on.
+  static __device__ int blocks_added_before(const Kernel& kernel, const QueryTile& tile, const Limits& rows) {
+    const HeadBlocks blocks(kernel.p, kernel.b, tile.h);
+    const TilesOfRun<Kernel::kKeys> tiles{blocks.of_rows(block_of<Kernel::kQueries>(tile.m))};
+    const int first = kernel.mask().keys_of(rows.begin, min(rows.end, kernel.extent()->length_q)).begin;
+    return tiles.template first_from<32>(kernel.n) - tiles.template first_from<32>(first / Kernel::kKeys);
   }
 };
 

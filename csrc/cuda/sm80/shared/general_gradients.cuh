@@ -13,12 +13,13 @@ namespace flashattn_ext {
 
 // Backward: as weigh_and_differentiate in scores.cuh with two words of lse, and checks the mask of every score. A
 // weight of 0 has no gradient, even if another operand is not finite: the bias may mask the score.
-template <int kKeyTiles, int N, class Bias, class BiasGradient, class Dropping, class T = typename Bias::Element>
+template <int kKeyTiles, int N, class Bias, class BiasGradient, class SeenBy, class Dropping,
+          class T = typename Bias::Element>
 __device__ __forceinline__ void weigh_and_differentiate(float (&weights)[kKeyTiles][N][4],
                                                         float (&dscores)[kKeyTiles][N][4], const GeneralScore& score,
                                                         const Bias& bias, BiasGradient& bias_gradient, const float* top,
                                                         const float* log2_sum, const float* delta,
-                                                        const SeenBy<kKeyTiles>& seen_by, Dropping& dropping) {
+                                                        const SeenBy& seen_by, Dropping& dropping) {
   constexpr int kTogether = 2;  // query tiles
   // The forward of fp32 takes the exact products of small rows where a logit has no other term (make_scores).
   const bool takes_products = sizeof(T) == 4 && !score.changes_products() && !bias.has_any();

@@ -6,7 +6,7 @@
 //   load_keys(row, count)        starts copying `count` rows of keys, from `row` of the tensors on
 //   load_queries(stage, tile)    starts copying a tile of queries into a stage
 //   isolate_keys()               called before the first step: see the visibility policy (backward_visibility.cuh)
-//   compute_step(...)            one step of the walk
+//   compute_step(...)            one step of the walk, whose queries have arrived
 //   end_head(h)                  called after the last query tile of a head
 #pragma once
 
@@ -169,31 +169,29 @@ struct KeyTileKernel : Shape {
     write(p.dv, dv, static_cast<int>(p.head_dim_v), workspace.keep_scale);
   }
 
-  // The walk over query tiles: all tiles of one head, then all of the group's next head.
-  struct QueryTile {
-    int h, m;  // query head, number of the tile in its sequence
-  };
-  __device__ void advance(QueryTile* tile, int last) const {
-    if (++tile->m > last) *tile = {tile->h + 1, starts()->query_tile};
-  }
-
+  using QueryTile = typename Visibility::QueryTile;
+  using Walk = typename Visibility::Walk;
   __device__ void walk_queries(int first, int last) {
-    const int group = static_cast<int>(p.group_size()), steps = (last + 1 - first) * group;
-    QueryTile now{hk * group, first}, ahead = now;
-    kernel().load_queries(0, ahead);
-    advance(&ahead, last);
+    Walk walk(kernel(), first, last);
+    if (walk.is_empty()) return ptx::cp_async_wait<0>();
+    kernel().load_queries(0, walk.next(kernel(), 0));
+    walk.advance_ahead(kernel(), 1);
     if (kStages == 2) {
-      steps > 1 ? kernel().load_queries(1, ahead) : ptx::cp_async_commit();
-      advance(&ahead, last);
+      walk.steps > 1 ? kernel().load_queries(1, walk.next(kernel(), 1)) : ptx::cp_async_commit();
+      walk.advance_ahead(kernel(), 2);
       ptx::cp_async_wait<1>();
       __syncthreads();
     }
     kernel().isolate_keys();
-    for (int step = 0; step < steps; ++step) {
-      kernel().compute_step(step % kStages, now, steps - step > kStages, ahead);
-      if (now.m == last) kernel().end_head(now.h);
-      advance(&now, last);
-      advance(&ahead, last);
+    for (int step = 0; step < walk.steps; ++step) {
+      if (kStages == 1) {
+        ptx::cp_async_wait<0>();
+        __syncthreads();
+      }
+      const QueryTile now = walk.now(kernel(), step % kStages);
+      kernel().compute_step(step % kStages, now, walk.steps - step > kStages, walk);
+      if (walk.ends_head(now)) kernel().end_head(now.h);
+      walk.advance(kernel(), step + kStages + 1);
     }
     ptx::cp_async_wait<0>();
   }
@@ -232,11 +230,11 @@ struct KeyTileKernel : Shape {
     accumulate<RowTile, kKeys / Core::kK>(sum, places, operand, tile, query_column(split()));
   }
 
-  // dq += the sum that multiply(sum) adds to zeros, in the workspace.
+  // dq of a tile += the sum that multiply(sum) adds to zeros, in the workspace.
   template <class Multiply>
-  __device__ void add_query_gradient(int h, int m, const Multiply& multiply) const {
-    const int64_t tile = h * workspace.tiles + starts()->dq_tile + m;
-    const int before = p.deterministic ? Visibility::added_before(kernel(), m) : 0;
+  __device__ void add_query_gradient(const QueryTile& now, const Multiply& multiply) const {
+    const int64_t tile = now.h * workspace.tiles + starts()->dq_tile + now.m;
+    const int before = p.deterministic ? Visibility::added_before(kernel(), now) : 0;
     const DqOrder order{workspace.dq_added + tile * kSplits + split(), threadIdx.x == 0, [&] { return before; },
                         [&] { return Visibility::added_after(kernel(), before); }, [] { __syncthreads(); }};
     if (p.deterministic) order.await_earlier_keys();

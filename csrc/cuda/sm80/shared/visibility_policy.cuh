@@ -217,7 +217,7 @@ struct MaskVisibility {
     constexpr int kTiles = kTilesOfBlock<Kernel::kKeys>;
     const int last = block_of<Kernel::kKeys>(*next);
     const bool searches = run.begin < run.end && run.at(run.end - 1).block > last;
-    const int entry = (searches ? run.first_from(last + 1) : run.end) - 1 - lane() / kTiles;
+    const int entry = (searches ? run.first_from<32>(last + 1) : run.end) - 1 - lane() / kTiles;
     const MaskBlock block = entry < run.begin ? MaskBlock{-1, 0} : run.at(entry);
     const int n = block.block * kTiles + kTiles - 1 - lane() % kTiles;
     const bool visible = n >= first && n <= *next;  // whatever is in the list
