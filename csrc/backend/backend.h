@@ -121,7 +121,7 @@ inline std::string refuses_blocks(const AttnParams& p, const std::string& kernel
   if (!p.has_blocks()) return {};
   return "mask: a BlockMask is not implemented by the " + kernels +
          " kernels; pass torch.where(mask.dense(), 0.0, -math.inf) as bias, a Mask where the rows that see a key are "
-         "one interval, or use the CPU backend";
+         "one interval, or use the CPU or CUDA backend";
 }
 
 const Backend& cpu_backend();

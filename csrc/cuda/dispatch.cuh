@@ -140,7 +140,6 @@ class Dispatch {
   static std::string supports(const AttnParams& p, bool backward) {
     if (p.dtype == DType::kFloat64) return kRefusesFloat64;
     if (!backward && p.invariant && !lacks_for_invariant(p).empty()) return refuses_invariant_call(p);
-    if (p.has_blocks()) return refuses_blocks(p, "CUDA");
     if (!has_kernels(p, backward)) return refuses_options(p, backward);
     const int shared = least_shared(forward_row(p));
     const auto of_call = [](const AttnParams& near) {
@@ -155,7 +154,6 @@ class Dispatch {
   static std::string supports_derivatives(const AttnParams& p) {
     if (p.dtype == DType::kFloat64) return kRefusesFloat64;
     if (p.is_fp8) return refuses_fp8(p, Architecture::kName);
-    if (p.has_blocks()) return refuses_blocks(p, "CUDA");
     if (!has_derivatives(p)) {
       return "forward mode and second derivatives of head dims above " +
              std::to_string(nearest_head_dim(p, has_derivatives)) + " are not implemented by the CUDA kernels, got " +

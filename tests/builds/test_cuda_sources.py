@@ -82,7 +82,8 @@ int main() {
         AttnParams p;
         p.dtype = type == kFp16 ? DType::kFloat16 : type == kBf16 ? DType::kBFloat16 : DType::kFloat32;
         p.head_dim = qk, p.head_dim_v = v;
-        for (Options options : {kPlain, kDropout, kIntervals, kScores, kBias, kRare, kScores | kDropout}) {
+        for (Options options : {kPlain, kDropout, kIntervals, kScores, kBias, kRare, kScores | kDropout, kBlocks,
+                                kBlocks | kScores}) {
           for (bool largest : {false, true}) {
             const KernelCall call{type, qk, v, options, largest};
             run(every.forward_row(call)), run(hopper.forward_row(call));
@@ -103,6 +104,7 @@ int main() {
             AttnParams q = p;
             if (options & kDropout) q.dropout_threshold = 128;
             if (options & kIntervals) q.intervals.data = reinterpret_cast<const int32_t*>(&q);
+            if (options & kBlocks) q.blocks.lists = reinterpret_cast<const int32_t*>(&q);
             if (options & kScores) q.softcap = 1;
             if (options == kBias) q.bias = {&q, p.dtype, 0, 0, 0};
             if (options == kRare) q.origin.length_mask = 0;
@@ -110,7 +112,7 @@ int main() {
             run(every.second_row(q)), run(hopper.second_row(q));
           }
         }
-        for (Options options : {kPlain, kIntervals, kGeneral}) {
+        for (Options options : {kPlain, kIntervals, kUnlisted}) {
           for (bool largest : {false, true}) {
             const KernelCall call{type, qk, v, options, largest, true};
             run(every.forward_row(call)), run(hopper.forward_row(call));

@@ -29,7 +29,7 @@ def row_of(family: str, stage: str, D: int, Dv: int, dropout: bool) -> kernel_ta
     allowed = [
         name
         for name, bits in OPTIONS.items()
-        if bits <= OPTIONS["kGeneral"] and (bits & OPTIONS["kDropout"] or not dropout)
+        if not bits & ~OPTIONS["kGeneral"] and (bits & OPTIONS["kDropout"] or not dropout)
     ]
     rows = [
         row

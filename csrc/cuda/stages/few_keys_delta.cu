@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(kFewKeysThreads)
 }  // namespace
 
 void find_delta_of_few_keys(const AttnGradParams& p, const GeneralWorkspace& workspace) {
-  const bool has_others = p.has_dropout() || p.has_intervals() || p.bias.data || p.dtype == DType::kFloat32;
+  const bool has_others = p.has_dropout() || p.has_mask() || p.bias.data || p.dtype == DType::kFloat32;
   if (has_others || !sums_rows_of_few_keys(p)) return;
   const int64_t blocks = tile_count(p.seqlen_q, kWarps);
   launch(p.dtype == DType::kFloat16 ? few_keys_kernel<__half> : few_keys_kernel<__nv_bfloat16>,

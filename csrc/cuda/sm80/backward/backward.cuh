@@ -126,9 +126,9 @@ struct Backward : BackwardBase<T, kHeadDimension, kOptions, kLarge> {
     Base::add_query_gradient(now, [&](QuerySums& sum) { this->multiply_keys(sum, dscore_tile, k_tile); });
   }
 
-  // One step, with the query tile `now`, which is in `stage`. When there is `more`, the walk's next tile is loaded
-  // there.
-  __device__ void compute_step(int stage, const QueryTile& now, bool more, const Walk& walk) {
+  // One step, with the query tile `now`. When there is `more`, the walk's next tile is loaded into its stage.
+  __device__ void compute_step(int step, const QueryTile& now, bool more, const Walk& walk) {
+    const int stage = step % kStages;
     const int row0 = now.m * kQueries;
     use_stage(stage);
     if (kHeadDim > 64) places.recompute();
@@ -148,7 +148,7 @@ struct Backward : BackwardBase<T, kHeadDimension, kOptions, kLarge> {
       accumulate_keys(dk, dscores, q_tile);
       if (kStages == 2) ptx::cp_async_wait<0>();
       __syncthreads();
-      if (more) load_queries(stage, walk.next(*this, stage));
+      if (more) load_queries(stage, walk.next(*this, step + kStages));
       add_query_gradient(now);
     } else {
       this->store_scores(weight_tile, weights);
@@ -158,7 +158,7 @@ struct Backward : BackwardBase<T, kHeadDimension, kOptions, kLarge> {
       add_query_gradient(now);
       if (kStages == 2) ptx::cp_async_wait<0>();
       __syncthreads();
-      if (more) load_queries(stage, walk.next(*this, stage));
+      if (more) load_queries(stage, walk.next(*this, step + kStages));
     }
   }
 

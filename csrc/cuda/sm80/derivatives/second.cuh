@@ -130,7 +130,7 @@ struct Second : SecondBase<T, kHeadDimension, kOptions, kLarge> {
   }
   __device__ void end_head(int h) { gradients.end_head(*this, h); }
 
-  __device__ void compute_step(int, const QueryTile& now, bool more, const Walk& walk) {
+  __device__ void compute_step(int step, const QueryTile& now, bool more, const Walk& walk) {
     if (kHeadDim > 64) places.recompute();
     isolate_queries(now);
     const int row0 = now.m * kQueries;
@@ -147,7 +147,7 @@ struct Second : SecondBase<T, kHeadDimension, kOptions, kLarge> {
       if (p.tangents.k.data) multiply_keys(sum, t_tile, tk_tile);
     });
     __syncthreads();
-    if (more) load_queries(0, walk.next(*this, 0));
+    if (more) load_queries(0, walk.next(*this, step + 1));
   }
 
   // Keep inputs that are not finite out of results that do not see them.

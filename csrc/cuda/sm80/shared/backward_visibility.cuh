@@ -7,10 +7,10 @@
 //   note(...)                fills the Notes. first, last: tiles of queries of the walk
 //   Walk                     over tiles of queries: all those of one head, then those of the group's next head
 //     steps                  how many there are. If that is found out late, it is INT_MAX until `advance` finds the end
-//     next(kernel, stage)    the tile to load next, into that stage
-//     now(kernel, stage)     the tile in a stage whose queries have been loaded, with a barrier in between
-//     ends_head(tile)        whether it is the last one of its head
-//     advance(kernel, i)     to the next one to load, the i-th; or also past the tile that is computed
+//     next(kernel, i)        the tile to load next, the i-th. One thread notes it
+//     now(kernel, i)         the i-th tile, whose queries have been loaded, with a barrier in between; valid in its
+//     step ends_head(tile)        whether it is the last one of its head advance_ahead(kernel, i), advance(kernel, i)
+//                            to the next tile to load, the i-th; and past the tile that has been computed
 //   QueryTile                h, m: query head, number of the tile in its sequence; and what the policy knows of it
 //   is_whole(tile)           whether no other mask than causal and window hides anything in it
 //   SeenBy<kKeyTiles, N>, seen_by<kKeyTiles, N>(kernel, tile, row, key)
@@ -57,7 +57,7 @@ struct ArithmeticQueries {
     }
     static __device__ bool is_empty() { return false; }
     __device__ QueryTile next(const Kernel&, int) const { return ahead; }
-    __device__ QueryTile now(const Kernel&, int) const { return computed; }
+    __device__ const QueryTile& now(const Kernel&, int) const { return computed; }
     __device__ bool ends_head(const QueryTile& tile) const { return tile.m == last; }
     __device__ void advance_ahead(const Kernel& kernel, int) { move(kernel, &ahead); }
     __device__ void advance(const Kernel& kernel, int) {
@@ -106,7 +106,8 @@ struct MaskQueries {
     IntervalPairs pairs;
     EarlierKeyTile before;  // in a deterministic call with a Mask: the last key tile that adds to any tile of the walk
     Limits walk;            // tiles of queries that causal, window and a Mask leave
-    QueryTile in_stage[2];  // of which kernels with one stage use the first
+    int end_head;           // after the last query head of the KV head
+    QueryTile tiles[4];     // those of two stages that are computed or loaded
   };
   template <int kKeyTiles, int N>
   using SeenBy = SeenQueries<kKeyTiles, N>;
@@ -122,8 +123,7 @@ struct MaskQueries {
       start_head(kernel, kernel.hk * static_cast<int>(kernel.p.group_size()), 0);
     }
     __device__ bool is_empty() const { return steps == 0; }
-    // One thread notes the tile for now(). The stage's last tile has been computed.
-    __device__ QueryTile next(const Kernel& kernel, int stage) const {
+    __device__ QueryTile next(const Kernel& kernel, int i) const {
       QueryTile tile{h, place, kWholeBlock, place == last};
       if (kernel.p.has_blocks()) {
         const Limits walk = notes(kernel).walk;
@@ -131,10 +131,10 @@ struct MaskQueries {
         tile.m = min(max(m, walk.begin), walk.end - 1);  // whatever is in the list
         tile.bits = entry.bits;
       }
-      if (threadIdx.x == 0) notes(kernel).in_stage[stage] = tile;
+      if (threadIdx.x == 0) notes(kernel).tiles[i % 4] = tile;  // all threads have left the step of tile i - 4
       return tile;
     }
-    __device__ QueryTile now(const Kernel& kernel, int stage) const { return notes(kernel).in_stage[stage]; }
+    __device__ const QueryTile& now(const Kernel& kernel, int i) const { return notes(kernel).tiles[i % 4]; }
     static __device__ bool ends_head(const QueryTile& tile) { return tile.ends_head; }
     __device__ void advance_ahead(const Kernel& kernel, int i) {
       if (place == last) return start_head(kernel, h + 1, i);
@@ -154,8 +154,7 @@ struct MaskQueries {
       const Limits walk = notes(kernel).walk;
       h = head, place = walk.begin, last = walk.end - 1;
       if (!kernel.p.has_blocks()) return;
-      const int end = (kernel.hk + 1) * static_cast<int>(kernel.p.group_size());
-      for (; h < end; ++h) {
+      for (; h < notes(kernel).end_head; ++h) {
         const TilesOfRun<Kernel::kQueries> tiles{run(kernel, h)};
         place = tiles.template first_from<32>(walk.begin), last = tiles.template first_from<32>(walk.end) - 1;
         if (place > last) continue;
@@ -177,6 +176,7 @@ struct MaskQueries {
     if (threadIdx.x == 0) {
       notes(kernel).pairs = IntervalPairs(kernel.p, kernel.b, kernel.hk, key_start);
       notes(kernel).walk = {first, last + 1};
+      notes(kernel).end_head = (kernel.hk + 1) * static_cast<int>(kernel.p.group_size());
     }
     if (!kernel.p.deterministic || kernel.p.has_blocks() || threadIdx.x >= 32) return;
     const Limits walk{first * Kernel::kQueries, (last + 1) * Kernel::kQueries};

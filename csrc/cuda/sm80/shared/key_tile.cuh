@@ -188,8 +188,8 @@ struct KeyTileKernel : Shape {
         ptx::cp_async_wait<0>();
         __syncthreads();
       }
-      const QueryTile now = walk.now(kernel(), step % kStages);
-      kernel().compute_step(step % kStages, now, walk.steps - step > kStages, walk);
+      const QueryTile& now = walk.now(kernel(), step);
+      kernel().compute_step(step, now, walk.steps - step > kStages, walk);
       if (walk.ends_head(now)) kernel().end_head(now.h);
       walk.advance(kernel(), step + kStages + 1);
     }
