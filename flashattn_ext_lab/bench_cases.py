@@ -2,7 +2,7 @@
 
 FLOP are the products of visible scores: 4 * B * Hq * S * S * D forward, half of it causal, and 2.5 times that backward (with
 another size of v, two products of D + Dv and five of 3 D + 2 Dv columns); for packed sequences the sum over them; with a mask
-only of the scores that it leaves visible.
+only of the scores that it leaves visible, with blocks of those of visible blocks.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from .bench_derivatives import DERIVATIVES
+from .block_patterns import ALL_PATTERNS, BLOCK_PATTERNS, HEADS
 from .console import chosen
 from .options import PATTERNS, SCORE_OPTIONS, drawn_lengths
 
@@ -47,7 +48,7 @@ class Case:
     backward: bool = False
     lengths: tuple[int, ...] = ()
     score: str = ""  # a key of SCORE_OPTIONS
-    pattern: str = ""  # a key of PATTERNS
+    pattern: str = ""  # a key of PATTERNS or BLOCK_PATTERNS
     Dv: int = 0  # head dim of v; 0: D
     window: int = 0  # with causal, the most keys that a query sees, its own included; 0: all
     deterministic: bool = False
@@ -67,7 +68,7 @@ class Case:
     def visible_pairs(self) -> float:
         """Number of visible query-key pairs of one head."""
         if self.pattern:
-            return self.B * PATTERNS[self.pattern].visible_pairs(self.S)
+            return self.B * ALL_PATTERNS[self.pattern].visible_pairs(self.S)
         if self.window:
             width = min(self.window, self.S)
             return self.B * width * (self.S - (width - 1) / 2)
@@ -111,6 +112,8 @@ class Case:
         if not self.pattern:
             return {}
         calls = {CAUSAL: replace(self, pattern="", causal=True)}
+        if self.pattern in BLOCK_PATTERNS:
+            return {**calls, PLAIN: replace(self, pattern="")}
         if lengths := PATTERNS[self.pattern].lengths:
             packed = lengths(self.S) * self.B
             calls[VARLEN] = replace(calls[CAUSAL], B=len(packed), S=max(packed), lengths=packed)
@@ -183,6 +186,10 @@ SETS: dict[str, list[Case]] = {
         replace(_square(S, S, D, of.causal, pattern=name), **({"Hq": 64, "Hk": 8} if name == "documents" else {}))
         for D, (name, of) in itertools.product((128, 64), PATTERNS.items())
         for S in ((32768,) if name in LONG_PATTERNS else (16384,))
+    ],
+    "blocks": [
+        Case(1, HEADS, HEADS, S, D, False, "bf16", pattern=name)
+        for S, D, name in itertools.product((16384, 65536), (128, 64), BLOCK_PATTERNS)
     ],
     "derivatives": [
         Case(2, 2048 // D, 2048 // D, 4096, D, causal, "bf16", derivative=what)

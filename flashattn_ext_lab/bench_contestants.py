@@ -20,9 +20,10 @@ import flashattn_ext
 
 from . import bench_cudnn, bench_derivatives
 from .bench_cases import CUDNN, CUDNN_FP8, DTYPES, FA2, FA3, FA4, FLASH_ATTN, FLEX, JVP_FLASH, MATH, OURS, Case
+from .block_patterns import ALL_PATTERNS, BlockPattern
 from .console import CommandError, chosen
 from .model import unfused_attention
-from .options import PATTERNS, SCORE_OPTIONS, dense_bias
+from .options import SCORE_OPTIONS, dense_bias
 
 DEVICE = "cuda"
 TORCH_BACKENDS = {
@@ -72,6 +73,7 @@ def contestants(peers: str | None) -> list[str]:
 def skip_reason(case: Case, name: str) -> str:
     """Why the contestant is skipped; empty if it runs."""
     scores, bias = case.pairs * case.Hq * 2, case.Hq * case.S**2 * 2
+    masks = getattr(ALL_PATTERNS.get(case.pattern), "heads", 1) * case.S**2 * 2
     of_torch, sums = name in TORCH_BACKENDS, case.backward and case.score in ("learned alibi", "relative bias")
     reasons = [
         (name not in (OURS, CUDNN_FP8) and case.dtype == "fp8", "it is called without descales"),
@@ -82,6 +84,10 @@ def skip_reason(case: Case, name: str) -> str:
         (name == MATH and case.lengths, "it does not support packed sequences"),
         (name == MATH and scores > MATH_LIMIT_BYTES, f"a matrix of scores takes {scores / 2**30:.0f} GiB"),
         (of_torch and case.score and bias > BIAS_LIMIT_BYTES, f"a bias of every score takes {bias / 2**30:.0f} GiB"),
+        (
+            of_torch and case.pattern and masks > BIAS_LIMIT_BYTES,
+            f"a mask of every score takes {masks / 2**30:.0f} GiB",
+        ),
         (of_torch and case.window, "it has no window"),
         (of_torch and case.deterministic, "it has no deterministic mode"),
         (name in (FA3, FA4) and case.dropout, "it has no dropout"),
@@ -134,7 +140,7 @@ class Extras:
 
     def __init__(self, case: Case, device: torch.device) -> None:
         self.case, self.device = case, device
-        self.option, self.pattern = SCORE_OPTIONS.get(case.score), PATTERNS.get(case.pattern)
+        self.option, self.pattern = SCORE_OPTIONS.get(case.score), ALL_PATTERNS.get(case.pattern)
         self.trains = case.backward and self.option is not None and self.option.trains
         self.value: Any = self.option and self.option.draw(case.Hq, case.S, DTYPES[case.dtype], device)
         if self.trains:
@@ -166,7 +172,9 @@ class Extras:
         """FlexAttention over [B, H, S, D], compiled."""
         case, block_mask = self.case, None
         score_mod = self.option.score_mod(self.value) if self.option else None
-        if self.pattern or case.causal:
+        if isinstance(self.pattern, BlockPattern):
+            block_mask = self.pattern.flex_mask(case.S, self.device)
+        elif self.pattern or case.causal:
             rule = self.pattern.rule(case.S, self.device) if self.pattern else lambda b, h, q, k: q >= k
             # Uncompiled it would store all S x S values.
             block_mask = compiled(create_block_mask)(rule, None, None, case.S, case.S, device=self.device)

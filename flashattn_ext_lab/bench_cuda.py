@@ -17,6 +17,7 @@ import torch._functorch.config
 from torch import Tensor
 
 import flashattn_ext
+from flashattn_ext import BlockMask
 from flashattn_ext._build import REBUILD
 
 from .bench_cases import BESIDE, BF16, CAUSAL, DENSE, FA2, FLEX, OURS, PLAIN, VARLEN, Case, cases
@@ -162,10 +163,14 @@ def reference_results(case: Case, q: Tensor, k: Tensor, v: Tensor, dout: Tensor)
         raise ValueError(f"skipped: in fp64 the scores of {heads} heads take {scores / 2**30:.0f} GiB")
     slices = [t.requires_grad_(case.backward) for t in _compared(case, [t.detach() for t in (q, k, v)])]
     head_dimension = {"alibi_slopes": 0, "relative_bias": 0, "bias": 1}
-    of_heads = {
-        name: value.detach().narrow(head_dimension[name], 0, heads).double() if name in head_dimension else value
-        for name, value in extras(case, q.device).keywords.items()
-    }
+
+    def of_first(name: str, value: Any) -> Any:
+        """The part of an argument for the compared heads."""
+        if isinstance(value, BlockMask) and value.shape[1] > 1:
+            return BlockMask(value.lists[:, :heads], value.bits, value.Sq, value.Sk)
+        return value.detach().narrow(head_dimension[name], 0, heads).double() if name in head_dimension else value
+
+    of_heads = {name: of_first(name, value) for name, value in extras(case, q.device).keywords.items()}
     out = flashattn_ext.attention_reference(*slices, **keywords(case, RNG_SEED if case.dropout else None), **of_heads)
     return list(torch.autograd.grad(out, slices, *_compared(case, [dout]))) if case.backward else [out]
 

@@ -13,14 +13,17 @@ pytest.importorskip("rich")
 
 from torch.nn.attention.flex_attention import create_mask
 
+from flashattn_ext import BlockMask
 from flashattn_ext_lab import bench_contestants, bench_cuda
 from flashattn_ext_lab.bench_cases import CAUSAL, FA3, FA4, FLASH_ATTN, FLEX, MATH, OURS, PLAIN, SETS, VARLEN, Case
+from flashattn_ext_lab.block_patterns import BLOCK_PATTERNS
 from flashattn_ext_lab.options import PATTERNS, SCORE_OPTIONS, document_lengths
 
 SMALL = Case(2, 4, 4, 96, 16, True, "fp32", set="tiny")
 ROWS = {
     **{name: replace(SMALL, score=name, causal=name != "bias") for name in SCORE_OPTIONS},
     **{name: replace(SMALL, B=1, S=256, pattern=name, causal=of.causal) for name, of in PATTERNS.items()},
+    **{name: Case(1, 16, 16, 300, 16, False, "fp32", set="tiny", pattern=name) for name in BLOCK_PATTERNS},
 }
 
 
@@ -47,6 +50,24 @@ def test_a_pattern_is_the_same_for_all_contestants(name: str, S: int) -> None:
         assert sum(pattern.lengths(S)) == S and torch.equal(dense[0, 0], torch.block_diag(*parts))
 
 
+@pytest.mark.parametrize("name", BLOCK_PATTERNS)
+def test_a_pattern_of_blocks_is_the_same_for_all_contestants(name: str) -> None:
+    pattern, S = BLOCK_PATTERNS[name], 1100
+    dense, counts = pattern.dense(S), pattern.blocks(S).sum(3)
+    assert torch.equal(dense, BlockMask.from_flex(pattern.flex_mask(S, "cpu")).dense())
+    of_blocks = pattern.blocks(S).repeat_interleave(128, 2).repeat_interleave(128, 3)[:, :, :S, :S]
+    assert pattern.visible_pairs(S) == of_blocks.sum() / pattern.heads
+    assert torch.equal(dense, of_blocks) == (not pattern.is_partial)
+    if pattern.is_unequal:
+        assert (
+            counts.amin() == 1
+            and counts.amax() == 9
+            and pattern.blocks(1 << 16).float().mean() == pytest.approx(pattern.share, abs=0.01)
+        )
+    else:
+        assert (counts == max(round(9 * pattern.share), 1)).all()
+
+
 def test_documents_are_of_very_different_lengths() -> None:
     lengths = document_lengths(32768)
     assert sum(lengths) == 32768 and 8 <= len(lengths) <= 32 and max(lengths) > 8 * min(lengths)
@@ -68,6 +89,10 @@ def test_rows_count_what_is_visible() -> None:
 
 def test_the_sets_have_every_option_and_pattern() -> None:
     assert {(case.score, case.D) for case in SETS["scores"]} == {(name, D) for name in SCORE_OPTIONS for D in (64, 128)}
+    assert {(case.pattern, case.D) for case in SETS["blocks"]} == {
+        (name, D) for name in BLOCK_PATTERNS for D in (64, 128)
+    }
+    assert all(case.beside()[PLAIN] == replace(case, pattern="") for case in SETS["blocks"])
     assert {(case.pattern, case.D) for case in SETS["masks"]} == {(name, D) for name in PATTERNS for D in (64, 128)}
     shapes = {(case.pattern, case.D): case.shape for case in SETS["masks"]}
     assert shapes["documents", 128] == "1x64:8x32768x128" and shapes["prefix", 128] == "1x16x16384x128"

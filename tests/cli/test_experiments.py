@@ -22,6 +22,7 @@ pytest.importorskip("jinja2")
 import flashattn_ext
 from flashattn_ext import _C
 from flashattn_ext_lab import bench_contestants, bench_tune
+from flashattn_ext_lab.block_patterns import ALL_PATTERNS
 from flashattn_ext_lab.console import CommandError
 from flashattn_ext_lab.experiments import EXPERIMENTS, run_experiment
 from flashattn_ext_lab.experiments import harness as shared
@@ -67,7 +68,7 @@ def test_tables_have_no_holes(results: dict[str, Result], name: str) -> None:
         ("dtypes", 7),
         ("memory", 4),
         ("scores", 8),
-        ("masks", 12),
+        ("masks", 18),
         ("tiles", 5),
         ("dropout", 4),
     ],
@@ -140,8 +141,8 @@ def test_scores_and_masks_are_compared_with_equivalent_calls(results: dict[str, 
     ):
         assert cost == pytest.approx(100 * (ours / plain - 1)) and speedup == pytest.approx(unfused / ours)
     for name, share in zip(masks.column("mask"), masks.column("visible"), strict=True):
-        assert share == pytest.approx(100 * PATTERNS[name].dense(1024).double().mean().item())
-        assert (masks.value("ours, packed", mask=name) is not None) == (PATTERNS[name].lengths is not None)
+        assert share == pytest.approx(100 * ALL_PATTERNS[name].dense(1024).double().mean().item())
+        assert (masks.value("ours, packed", mask=name) is not None) == (ALL_PATTERNS[name].lengths is not None)
     rate, of_causal, causal = (
         masks.value(column, mask="one document", pass_="forward") for column in ("rate", "of causal", "ours, causal")
     )
@@ -178,13 +179,13 @@ def test_scores_of_all_attentions_agree(direction: str, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("direction", PASSES)
-@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("pattern", [*PATTERNS, "blocks 0.5"])
 def test_masks_of_all_attentions_agree(pattern: str, direction: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = {"causal": PATTERNS[pattern].causal, "pattern": pattern}
+    options = {"causal": ALL_PATTERNS[pattern].causal, "pattern": pattern}
     monkeypatch.setattr(bench_contestants, "compiled", lambda function: function)
     inputs = cpu_inputs(1, 2, 256, 16)
     expected = inputs.call(shared.SDPA, direction, **options)()
-    names = [shared.OURS, *([shared.OURS_PACKED] if PATTERNS[pattern].lengths else [])]
+    names = [shared.OURS, *([shared.OURS_PACKED] if ALL_PATTERNS[pattern].lengths else [])]
     names += [bench_contestants.FLEX] if direction == FORWARD else []
     for name in names:
         found = bench_contestants.tensors_of(_for(name, inputs).call(name, direction, **options)())
