@@ -105,7 +105,7 @@ struct Jvp {
   // Whether the tangent of any logit can be other than 0.
   __device__ bool moves_logits() const { return moves_products() || Tangents::has_biases(*this); }
 
-  __device__ void run(const TileOrder& order) {
+  __device__ __forceinline__ void run(const TileOrder& order) {
     const int heads = static_cast<int>(p.heads_q);
     const auto [head, block] = order.index(blockIdx.x, heads * static_cast<int>(p.batch));
     start_head(head / heads, head % heads);

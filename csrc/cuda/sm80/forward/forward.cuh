@@ -95,7 +95,7 @@ struct Forward {
   __device__ int length_k() const { return kSharesLengths ? head()->length_k : own_length_k; }
   __device__ auto mask() const { return typename Visibility::Mask(p, length_q(), length_k()); }
 
-  __device__ void run(const TileOrder& order) {
+  __device__ __forceinline__ void run(const TileOrder& order) {
     const int heads = static_cast<int>(p.heads_q);
     const auto [head, block] = order.index(blockIdx.x, heads * static_cast<int>(p.batch));
     start_head(head / heads, head % heads);

@@ -101,12 +101,14 @@ struct MaskVisibility {
   struct Walk {
     int i = 0;  // index of the tile on the list
 
-    __device__ Walk(const Kernel& kernel, int last, int first, int, int) { list_tiles(kernel, last, first); }
-    static __device__ bool is_empty(int tile) { return tile < 0; }
-    static __device__ int end() { return 0; }
-    __device__ int tile(const Kernel& kernel) const { return listed_tile(kernel, i); }
+    __device__ __forceinline__ Walk(const Kernel& kernel, int last, int first, int, int) {
+      list_tiles(kernel, last, first);
+    }
+    static __device__ __forceinline__ bool is_empty(int tile) { return tile < 0; }
+    static __device__ __forceinline__ int end() { return 0; }
+    __device__ __forceinline__ int tile(const Kernel& kernel) const { return listed_tile(kernel, i); }
     // After the end of the list there is another one.
-    __device__ int advance(const Kernel& kernel) {
+    __device__ __forceinline__ int advance(const Kernel& kernel) {
       const auto [count, next, first] = *list(kernel);
       if (++i >= count && next >= first) {
         __syncthreads();
@@ -116,17 +118,17 @@ struct MaskVisibility {
       return tile(kernel);
     }
     // The kernel has a barrier before it, and another one before the step's scores are masked.
-    __device__ Step step(const Kernel& kernel, int n, int row) const {
+    __device__ __forceinline__ Step step(const Kernel& kernel, int n, int row) const {
       if (threadIdx.x == 0) of_mask(kernel)->bits = listed(kernel, i)->seen_by_all.begin;
       return {n, is_whole(kernel, i, kernel.row0 + row, 16 * Kernel::kRowTiles),
               is_whole(kernel, i, kernel.row0, Kernel::kQueries), listed(kernel, i)->masked};
     }
   };
 
-  static __device__ void start_head(const Kernel& kernel, int b, int h, int hk, int key_start) {
+  static __device__ __forceinline__ void start_head(const Kernel& kernel, int b, int h, int hk, int key_start) {
     of_mask(kernel)->pairs = IntervalPairs(kernel.p, b, hk, key_start).head(h);
   }
-  static __device__ void load_pairs(const Kernel& kernel, int n) {
+  static __device__ __forceinline__ void load_pairs(const Kernel& kernel, int n) {
     const int key = n * Kernel::kKeys + threadIdx.x, length = kernel.length_k();
     const int2* const pairs = of_mask(kernel)->pairs;
     if (threadIdx.x < Kernel::kKeys && pairs != nullptr) {
@@ -134,7 +136,7 @@ struct MaskVisibility {
     }
   }
   template <class Scores>
-  static __device__ void hide(const Kernel& kernel, const Step& step, Scores& scores) {
+  static __device__ __forceinline__ void hide(const Kernel& kernel, const Step& step, Scores& scores) {
     if (step.whole) return;
     if (kernel.p.has_blocks()) {
       return hide_keys_by_bits(scores, partial_block(kernel), kernel.score_row() % kBlockSide,
@@ -148,31 +150,35 @@ struct MaskVisibility {
   }
 
   // In a partially masked tile, rows of values that are not finite become zeros, and rows of `out` that see them become
-  // NaN after the product. ListedKey::is_isolated marks their keys.
+  // NaN after the product. A ListedKey marks their keys, with a Mask by is_isolated; with a BlockMask it has the rows
+  // that see the key, as the thread that finds it reads their bits: in the kernel's loop they would cost registers.
   template <class T>
-  static __device__ bool isolate(const Kernel& kernel, const Step& step, T* values) {
+  static __device__ __forceinline__ bool isolate(const Kernel& kernel, const Step& step, T* values) {
     return !step.all_whole &&
-           isolate_rows<typename Kernel::ValueTile, Kernel::kKeys, Kernel::kThreads>(
-               values, [&](int row, bool finite) { listed_key(kernel, row)->is_isolated = !finite; });
+           isolate_rows<typename Kernel::ValueTile, Kernel::kKeys, Kernel::kThreads>(values, [&](int row, bool finite) {
+             if (kernel.p.has_blocks()) {
+               mark_rows(kernel, step.n, row, finite);
+             } else {
+               listed_key(kernel, row)->is_isolated = !finite;
+             }
+           });
   }
-  static __device__ void poison(Kernel& kernel, int n) {
+  static __device__ __forceinline__ void poison(Kernel& kernel, int n) {
+    const bool in_blocks = kernel.p.has_blocks();
 #pragma unroll 1
     for (int i = 0; i < Kernel::kKeys; ++i) {
       const ListedKey key = *listed_key(kernel, i);
-      if (!key.is_isolated) continue;
-      Limits rows = kernel.mask().rows_of(n * Kernel::kKeys + i, n * Kernel::kKeys + i + 1);
-      const bool in_block = kernel.p.has_blocks();
-      if (!in_block) rows = {max(rows.begin, key.seen_by.x), min(rows.end, key.seen_by.y)};
+      const uint32_t marked = marked_rows(kernel, i);
+      if (in_blocks ? marked == 0 : !key.is_isolated) continue;
+      const Limits rows = kernel.mask().rows_of(n * Kernel::kKeys + i, n * Kernel::kKeys + i + 1);
 #pragma unroll
       for (int tile = 0; tile < Kernel::kRowTiles; ++tile) {
         bool sees[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           const int row = kernel.row0 + kernel.tile_row(tile) + g() + 8 * r;
-          sees[r] = row >= rows.begin && row < rows.end;
-          if (in_block && sees[r]) {
-            sees[r] = partial_block(kernel).sees(row % kBlockSide, place_in_block<Kernel::kKeys>(n) + i);
-          }
+          sees[r] = row >= max(rows.begin, key.seen_by.x) && row < min(rows.end, key.seen_by.y);
+          if (in_blocks) sees[r] = marked >> (16 * tile + 8 * r + g()) & 1;
         }
         poison_rows(kernel.out[tile], sees);
       }
@@ -180,15 +186,43 @@ struct MaskVisibility {
   }
 
  private:
-  static __device__ OfMask* of_mask(const Kernel& kernel) { return kernel.template slot<OfMask>(4); }
-  static __device__ KeyList* list(const Kernel& kernel) { return kernel.template slot<KeyList>(5); }
-  static __device__ ListedTile* listed(const Kernel& kernel, int i) { return kernel.template slot<ListedTile>(6 + i); }
-  static __device__ ListedKey* listed_key(const Kernel& kernel, int i) {  // keys of the tile of values
+  static __device__ __forceinline__ OfMask* of_mask(const Kernel& kernel) { return kernel.template slot<OfMask>(4); }
+  static __device__ __forceinline__ KeyList* list(const Kernel& kernel) { return kernel.template slot<KeyList>(5); }
+  static __device__ __forceinline__ ListedTile* listed(const Kernel& kernel, int i) {
+    return kernel.template slot<ListedTile>(6 + i);
+  }
+  static __device__ __forceinline__ ListedKey* listed_key(const Kernel& kernel, int i) {  // keys of the tile of values
     return kernel.template slot<ListedKey>(6 + kListed + i);
   }
 
+  // With a BlockMask: the rows of the query tile that see a key, as 128 bits, in place of the ListedKey.
+  static __device__ __forceinline__ uint32_t* rows_of_key(const Kernel& kernel, int key) {
+    return reinterpret_cast<uint32_t*>(listed_key(kernel, key));
+  }
+  static __device__ __forceinline__ void mark_rows(const Kernel& kernel, int n, int key, bool finite) {
+    const int first = kernel.row0 % kBlockSide, key_in_block = place_in_block<Kernel::kKeys>(n) + key;
+    const Limits rows = kernel.mask().rows_of(n * Kernel::kKeys + key, n * Kernel::kKeys + key + 1);
+#pragma unroll 1
+    for (int word = 0; word < 4; ++word) {
+      uint32_t seen = 0;
+#pragma unroll 1
+      for (int row = 32 * word; row < min(32 * word + 32, finite ? 0 : Kernel::kQueries); ++row) {
+        const bool sees = kernel.row0 + row >= rows.begin && kernel.row0 + row < rows.end &&
+                          partial_block(kernel).sees(first + row, key_in_block);
+        seen |= static_cast<uint32_t>(sees) << row % 32;
+      }
+      rows_of_key(kernel, key)[word] = seen;
+    }
+  }
+  // Those of this warp: bit i is row i of its row tiles.
+  static __device__ __forceinline__ uint32_t marked_rows(const Kernel& kernel, int key) {
+    static_assert(Kernel::kRowTiles <= 2 && Kernel::kQueries <= kBlockSide);
+    const int first = kernel.tile_row(0);
+    return rows_of_key(kernel, key)[first / 32] >> first % 32;
+  }
+
   // Lists key tiles from `next` down to `first`.
-  static __device__ void list_tiles(const Kernel& kernel, int next, int first) {
+  static __device__ __forceinline__ void list_tiles(const Kernel& kernel, int next, int first) {
     constexpr int kKeys = Kernel::kKeys;
     if (threadIdx.x < 32) {
       const int b = kernel.head()->b, h = kernel.head()->h;
@@ -213,7 +247,7 @@ struct MaskVisibility {
   }
   // As KeyTileFinder::find, in a run of entries.
   template <class Found>
-  static __device__ int find_blocks(const BlockRun& run, int* next, int first, const Found& found) {
+  static __device__ __forceinline__ int find_blocks(const BlockRun& run, int* next, int first, const Found& found) {
     constexpr int kTiles = kTilesOfBlock<Kernel::kKeys>;
     const int last = block_of<Kernel::kKeys>(*next);
     const bool searches = run.begin < run.end && run.at(run.end - 1).block > last;
@@ -229,15 +263,15 @@ struct MaskVisibility {
     *next = all == 0 ? first - 1 : __shfl_sync(~0u, n, 31 - __clz(all)) - 1;
     return __popc(all);
   }
-  static __device__ PartialBlock partial_block(const Kernel& kernel) {
+  static __device__ __forceinline__ PartialBlock partial_block(const Kernel& kernel) {
     return PartialBlock(kernel.p, of_mask(kernel)->bits);
   }
   // The i-th key tile on the list; -1 after the last one.
-  static __device__ int listed_tile(const Kernel& kernel, int i) {
+  static __device__ __forceinline__ int listed_tile(const Kernel& kernel, int i) {
     return i < list(kernel)->count ? listed(kernel, i)->n : -1;
   }
   // Whether `count` rows from `row` on see all keys of the i-th tile on the list.
-  static __device__ bool is_whole(const Kernel& kernel, int i, int row, int count) {
+  static __device__ __forceinline__ bool is_whole(const Kernel& kernel, int i, int row, int count) {
     const Limits rows = listed(kernel, i)->seen_by_all;
     return rows.begin <= row && rows.end >= min(row + count, kernel.length_q());
   }
