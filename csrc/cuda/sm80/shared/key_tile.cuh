@@ -173,7 +173,10 @@ struct KeyTileKernel : Shape {
   using Walk = typename Visibility::Walk;
   __device__ void walk_queries(int first, int last) {
     Walk walk(kernel(), first, last);
-    if (walk.is_empty()) return ptx::cp_async_wait<0>();
+    if (walk.is_empty()) {
+      ptx::cp_async_commit();
+      return ptx::cp_async_wait<0>();
+    }
     kernel().load_queries(0, walk.next(kernel(), 0));
     walk.advance_ahead(kernel(), 1);
     if (kStages == 2) {
