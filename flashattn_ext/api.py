@@ -97,7 +97,7 @@ def forward(
         bias: [B or 1, Hq or 1, Sq or 1, Sk], float32 or the dtype of q, added last; -inf hides a key.
             Read by its strides; copied if its last dimension is not contiguous. Differentiable, with
             a gradient in its own shape.
-        mask: a Mask, or on the CPU a BlockMask of Sq rows and Sk keys: which rows see which key. A key is visible if mask, causal and
+        mask: a Mask, or on the CPU and CUDA a BlockMask of Sq rows and Sk keys: which rows see which key. A key is visible if mask, causal and
             window_size all allow it.
         dropout_p: probability in [0, 1) of dropping an attention weight. The mask is a function of
             the seed and the position alone, the same on every device; weights are rescaled by the

@@ -84,5 +84,5 @@ def reject_keys(name: str, bad: Tensor) -> None:
         b, h, key = bad.nonzero()[0].tolist()
         raise ValueError(
             f"{name}: the rows that see key {key} of batch entry {b}, head {h} are not a single interval, as a Mask requires; "
-            "pass this mask as `bias`, with 0 for visible and -inf for hidden keys, or on the CPU as a BlockMask"
+            "pass this mask as `bias`, with 0 for visible and -inf for hidden keys, or as a BlockMask"
         )

@@ -211,8 +211,8 @@ class Chooser {
 
   // Whether an invariant dense call has so few queries for its keys that it runs in chunks, if its kernel has them.
   static bool has_few_queries(const AttnParams& p) {
-    return !p.is_varlen() && !p.has_mask() && p.batch * p.heads_q > 0 && p.seqlen_q > 0 &&
-           p.seqlen_q <= kFewQueries && p.seqlen_k >= kLeastSplitKeys;
+    return !p.is_varlen() && !p.has_mask() && p.batch * p.heads_q > 0 && p.seqlen_q > 0 && p.seqlen_q <= kFewQueries &&
+           p.seqlen_k >= kLeastSplitKeys;
   }
   // Whether the forward's row has chunks, and room for the call in them.
   static bool has_chunks(const DecodeParams& p, const TableRow& row) {
@@ -226,16 +226,15 @@ class Chooser {
   }
 
   // The choice of a forward that is split; a forward that is not has no row here. The kernels of sm80/ and sm90/ keep
-  // the calls with a Mask or a BlockMask (they skip its hidden tiles), dropout, a dense or a relative bias, or `centres`
-  // (an output for the gradients of biases), and invariant calls. The rows of the others are aligned, or copies of them
-  // will be.
+  // the calls with a Mask or a BlockMask (they skip its hidden tiles), dropout, a dense or a relative bias, or
+  // `centres` (an output for the gradients of biases), and invariant calls. The rows of the others are aligned, or
+  // copies of them will be.
   Choice few_rows(const AttnParams& p) const {
     constexpr int64_t kWideColumns = 256, kMostNarrowRows = 64;  // above kWideColumns a tile has 16 rows
     // These come first, because every forward asks. Without query heads there may be no KV heads to divide by.
     static_assert(kMostPackedQueries >= kMostFewQueries && kMostPackedQueries >= kFewQueries);
     if (p.seqlen_q > kMostPackedQueries || p.seqlen_k < kLeastSplitKeys || p.heads_q == 0) return {};
-    if (p.invariant || p.has_mask() || p.has_dropout() || p.relative_bias || p.bias.data || p.centres.data)
-      return {};
+    if (p.invariant || p.has_mask() || p.has_dropout() || p.relative_bias || p.bias.data || p.centres.data) return {};
     const DecodeParams call = cached_call(p);
     const TableRow packed = packed_row(call);
     if (p.seqlen_q > most_few_queries(p, static_cast<bool>(packed))) return {};

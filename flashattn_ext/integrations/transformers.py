@@ -165,7 +165,7 @@ def attention(
         key: [B, Hk, Sk, D], any strides.
         value: [B, Hk, Sk, Dv], any strides.
         attention_mask: the LayerMask of the mask function; or a dense mask [B or 1, H or 1, Sq or 1, Sk], bool (True is
-            visible) or floating-point (added to the scores); or on the CPU FlexAttention's BlockMask; or None.
+            visible) or floating-point (added to the scores); or FlexAttention's BlockMask; or None.
         dropout: probability in [0, 1) of dropping an attention weight.
         scaling: factor of the scores, 1 / sqrt(D) by default.
         sliding_window: number of keys that a query sees, its own included; used only without a mask, which contains it otherwise.
