@@ -24,6 +24,7 @@ SUFFIXES = {
     "kDropout": "",
     "kIntervals": "_masks",
     "kMasks": "_masks",
+    "kBlocks": "_blocks",
     "kUnmasked": "_options",
     "kUnlisted": "_general",
     "kGeneral": "_general",

@@ -240,6 +240,9 @@ inline constexpr KernelRow<sm90::ForwardTile> kSm90Forward[] = {
     // 794 / 484; 2 x 112: 804 / 475; 2 x 80: 770 / 480
     {k16Bit, 192,        kIntervals, kHopper, kMaySpill, {{2, 96, 2}, {2, 112, 2}, {2, 80, 2}}},
     {k16Bit, 256,        kIntervals, kHopper, kMaySpill, {{2, 64, 2}, {2, 80, 2}}},  // 818 / 480; 2 x 80: 820 / 499
+    // the tiles of 128 queries and keys, the sides of a block:
+    {k16Bit, 64,         kBlocks,    kHopper, 0,         {{2, 128, 3}}},
+    {k16Bit, 128,        kBlocks,    kHopper, 0,         {{2, 128, 3}}},
     // 321 / 307 (spills 8 bytes); 2 x 160: 305 / 291; 2 x 128: 305 / 289
     {k16Bit, 64,         kScores,    kHopper, kMaySpill, {{3, 96, 3}, {2, 160, 3}, {2, 128, 3}}},
     // 437 / 417; 3 x 96: 445 / 420; 3 x 112: 467 / 430

@@ -48,8 +48,8 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
   using Maps = typename Scores::Maps;
   using Score = typename Scores::Rule;
   using KeyWalk = typename Visibility::Walk;
-  static constexpr bool kMasks = Policies::kMasks;
-  static constexpr int kMaskStages = kMasks ? kStages : 0, kMaskBatches = kMasks ? kKeyBatches : 0;
+  static constexpr bool kMasks = Policies::kMasks, kLists = Policies::kLists, kFinds = kMasks && !kLists;
+  static constexpr int kMaskStages = kMasks ? kStages : 0, kFoundStages = kFinds ? kStages : 0;
   static constexpr int kPingPong = kForwardPingPong;
   static constexpr bool kTurnsOfValues = kGroups > 2;  // with kInTurn
   static constexpr bool kClearsTail = !Operands::kZeroRows, kTailsOfCaches = Policies::kTailsOfCaches;
@@ -61,14 +61,14 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
   static constexpr int kTileBytes =
       (kPanels + kOutPanels) * kQueries * 128 +
       kStages * static_cast<int>(kPanels * kKeys * 128 + sizeof(typename Operands::Values));
-  static constexpr bool kStoresByTma = std::is_same_v<Chunking, NoChunks> && !Policies::kTailsOfCaches && !kMasks &&
+  static constexpr bool kStoresByTma = std::is_same_v<Chunking, NoChunks> && !Policies::kTailsOfCaches && !kFinds &&
                                        kBiasTiles == 0 && !Scores::kIsFp8 && kTileBytes + kOtherBytes <= kSharedLimit;
 
   using Work = ForwardWork;
   using SeenWork = typename Chunking::Work;
-  using KeyTile = sm90::KeyTile<kGroups>;
+  using KeyTile = std::conditional_t<kLists, MaskBlock, sm90::KeyTile<kGroups>>;
   using KeyBatch = sm90::KeyBatch<Work, KeyTile>;
-  using PartialTile = sm90::PartialTile<kKeys>;
+  using PartialTile = std::conditional_t<kLists, PartialValues, sm90::PartialTile<kKeys>>;
 
   // Tiles are as in cuda/tile/panels.cuh. A barrier `full` says that a stage has arrived, `empty` that it may be
   // overwritten.
@@ -86,14 +86,16 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
     MaybeArray<ptx::Barrier, kRowStages> rows_full, rows_empty;
     ptx::Barrier work_full, work_empty, tail_cleared;
     Work work;
-    // With a Mask (forward_mask.cuh). v_arrived: values have arrived that are inspected before v_full completes.
-    // tiles_end: all key tiles of a query tile but the last kKeyTilesAhead have been loaded. poisoned: whether the
-    // result is NaN, for each row of a query tile and of the next one.
+    // With a Mask (forward_mask.cuh) or a BlockMask (forward_blocks.cuh, without those of kFinds). v_arrived: values
+    // have arrived that are inspected before v_full completes. tiles_end: all key tiles of a query tile but the last
+    // kKeyTilesAhead have been loaded. poisoned: whether the result is NaN, for each row of a query tile and of the
+    // next one.
     MaybeArray<KeyTile, kMaskStages> key_tiles;  // one for each stage of keys
-    MaybeArray<ptx::Barrier, kMaskBatches> batch_full, batch_empty;
-    MaybeArray<ptx::Barrier, kMaskStages> pairs_full, v_arrived;
-    MaybeArray<ptx::Barrier, kMasks ? 1 : 0> tiles_end;
-    MaybeArray<KeyBatch, kMaskBatches> batches;
+    MaybeArray<ptx::Barrier, kFinds ? kKeyBatches : 0> batch_full, batch_empty;
+    MaybeArray<ptx::Barrier, kFoundStages> pairs_full;
+    MaybeArray<ptx::Barrier, kMaskStages> v_arrived;
+    MaybeArray<ptx::Barrier, kFinds ? 1 : 0> tiles_end;
+    MaybeArray<KeyBatch, kFinds ? kKeyBatches : 0> batches;
     MaybeArray<PartialTile, kMaskStages> partial_tiles;
     MaybeArray<bool[kQueries], kMasks ? 2 : 0> poisoned;
     MaybeArray<ptx::Barrier, kBiasTiles> bias_full, bias_empty;
@@ -234,6 +236,7 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
     score_product<Operands::kColumns, uint64_t>(scores, shared.q, group * 64, shared.k[k.stage]);
     this->pass_phase(group);
     const auto begun = scoring.begin(*this, Step{work, n});
+    Visibility::begin(*this, work, walk);
     ptx::wgmma_wait<0>();
     ptx::hold(scores);
     this->end_keys(Visibility::is_last(walk));
@@ -253,6 +256,7 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
         operands.accumulate(out, weights, shared.v[v.stage]);
         this->pass_phase(group);
         const auto begun = scoring.begin(*this, Step{work, n});
+        Visibility::begin(*this, work, walk);
         ptx::wgmma_wait<1>();
         ptx::hold(scores);
         this->end_keys(Visibility::is_last(walk));
@@ -282,6 +286,7 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
       score_product<Operands::kColumns, uint64_t>(scores, shared.q, group * 64, shared.k[k.stage]);
       if constexpr (!kTurnsOfValues) this->pass_phase(group);
       const auto begun = scoring.begin(*this, Step{work, walk.n});
+      Visibility::begin(*this, work, walk);
       ptx::wgmma_wait<0>();
       ptx::hold(scores);
       this->end_keys(Visibility::is_last(walk));

@@ -297,9 +297,10 @@ struct FoundKeyLoader {
 // --- the inspecting warps -------------------------------------------------------------------------------------------
 
 // Rows of values of a partial tile that are not finite become zeros (isolation.cuh), and rows of `out` that see them
-// are stored as NaN. warp: index among the inspecting warps.
-template <class Kernel>
-__device__ __forceinline__ void inspect_values(typename Kernel::Shared& shared, const AttnParams& p, int warp) {
+// are stored as NaN. warp: index among the inspecting warps. each_row(tile, at, i, visit): calls visit(row) with the
+// rows of the query tile that see key i of the tile, which is at this place of the ring of partial tiles.
+template <class Kernel, class EachRow>
+__device__ __forceinline__ void inspect_values(typename Kernel::Shared& shared, int warp, const EachRow& each_row) {
   for (RingPosition<Kernel::kStages> at;; at.advance()) {
     const auto& tile = shared.partial_tiles[at.stage];
     ptx::barrier_wait(&shared.v_arrived[at.stage], at.parity);
@@ -308,19 +309,25 @@ __device__ __forceinline__ void inspect_values(typename Kernel::Shared& shared, 
     const bool found =
         Kernel::Operands::template isolate<kValueInspectors>(shared.v[stage], warp, [&](int i, bool finite) {
           if (finite) return;
-          ptx::barrier_wait(&shared.pairs_full[at.stage], at.parity);
-          const int2 pair = tile.pairs[i];
-          const Limits rows = Mask32(p, tile.length_q, tile.length_k).rows_of(tile.key0 + i, tile.key0 + i + 1);
-          const int end = min(min(rows.end, pair.y), tile.row0 + Kernel::kQueries);
-#pragma unroll 1
-          for (int row = max(max(rows.begin, pair.x), tile.row0); row < end; ++row) {
-            shared.poisoned[tile.work_parity][row - tile.row0] = true;
-          }
+          each_row(tile, at, i, [&](int row) { shared.poisoned[tile.work_parity][row] = true; });
         });
     if (found) ptx::fence_async_shared();
     __syncwarp();
     release(shared.v_full[stage]);
   }
+}
+
+// The same with a Mask.
+template <class Kernel>
+__device__ __forceinline__ void inspect_masked_values(typename Kernel::Shared& shared, const AttnParams& p, int warp) {
+  inspect_values<Kernel>(shared, warp, [&](const auto& tile, const auto& at, int i, const auto& visit) {
+    ptx::barrier_wait(&shared.pairs_full[at.stage], at.parity);
+    const int2 pair = tile.pairs[i];
+    const Limits rows = Mask32(p, tile.length_q, tile.length_k).rows_of(tile.key0 + i, tile.key0 + i + 1);
+    const int end = min(min(rows.end, pair.y), tile.row0 + Kernel::kQueries);
+#pragma unroll 1
+    for (int row = max(max(rows.begin, pair.x), tile.row0); row < end; ++row) visit(row - tile.row0);
+  });
 }
 
 }  // namespace flashattn_ext::sm90

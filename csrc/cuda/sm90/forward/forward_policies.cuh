@@ -20,8 +20,9 @@ struct ChunksApart {
 };
 using NoChunks = ChunksApart<ForwardWork>;
 
+// kMasks: a Mask or a BlockMask, kLists: a BlockMask.
 struct PlainPolicies {
-  static constexpr bool kMasks = false;
+  static constexpr bool kMasks = false, kLists = false;
   template <class Kernel, int kGroups>
   using Visibility = ArithmeticVisibility<Kernel>;
   template <class T, int kKeys>
@@ -49,6 +50,12 @@ struct ForwardPolicies<kIntervals> : PlainPolicies {
   using Visibility = IntervalVisibility<Kernel, kGroups>;
 };
 template <>
+struct ForwardPolicies<kBlocks> : PlainPolicies {
+  static constexpr bool kMasks = true, kLists = true;
+  template <class Kernel, int kGroups>
+  using Visibility = BlockVisibility<Kernel>;
+};
+template <>
 struct ForwardPolicies<kScores> : PlainPolicies {
   template <class T, int kKeys>
   using Scores = WithoutBiasTiles<DistanceScores<T, kKeys>>;
@@ -72,7 +79,7 @@ struct ForwardPolicies<kFp8General> : ForwardPolicies<kFp8Scores> {
 template <>
 struct ForwardPolicies<kUnlisted> {
   static constexpr bool kTailsOfCaches = false;
-  static constexpr bool kMasks = true;
+  static constexpr bool kMasks = true, kLists = false;
   template <class Kernel, int kGroups>
   using Visibility = IntervalVisibility<Kernel, kGroups>;
   template <class T, int kKeys>

@@ -11,6 +11,8 @@
 //   load<Derived>(...)    the producer warpgroup. Derived: Kernel, or the kernel derived from it that runs
 //   compute_tile(...)     the consumers: calls compute_steps and skip_step of the kernel for all key tiles
 //   await_keys(kernel)    before the product for the scores
+//   begin(kernel, work, walk)
+//                         while that product runs
 //   is_last(walk)         whether no later step of the kernel reads the queries of this tile
 //   has_next(kernel, walk), advance(walk)
 //                         whether the next step computes another key tile; moves to it. With intervals has_next moves
@@ -18,6 +20,7 @@
 //   take_poisoned(...)    whether rows g and g + 8 of the result are NaN
 #pragma once
 
+#include "cuda/sm90/forward/forward_blocks.cuh"
 #include "cuda/sm90/forward/forward_mask.cuh"
 #include "cuda/sm90/fp8/value_transposer.cuh"
 
@@ -64,12 +67,31 @@ struct ArithmeticVisibility {
   static __device__ __forceinline__ void await_keys(Kernel& kernel) {
     ptx::barrier_wait(&kernel.shared.k_full[kernel.k.stage], kernel.k.parity);
   }
+  template <class Work>
+  static __device__ __forceinline__ void begin(Kernel&, const Work&, const Walk&) {}
   static __device__ __forceinline__ bool is_last(const Walk& walk) { return walk.n == walk.last; }
   static __device__ __forceinline__ bool has_next(Kernel&, Walk& walk) { return walk.n > walk.last; }
   static __device__ __forceinline__ void advance(Walk& walk) { --walk.n; }
   static __device__ __forceinline__ void hide(Kernel&, const Walk&, int) {}
   static __device__ __forceinline__ void take_poisoned(Kernel&, bool (&)[2]) {}
 };
+
+// Shared::poisoned, of the kernels that inspect values (inspect_values in forward_mask.cuh).
+template <class Kernel, class Shared>
+__device__ __forceinline__ void clear_poisoned(Shared& shared) {
+  for (int row = threadIdx.x; row < 2 * Kernel::kQueries; row += Kernel::kThreads) shared.poisoned[0][row] = false;
+}
+// It also resets that for the query tile after the next.
+template <class Kernel>
+__device__ __forceinline__ void take_poisoned_rows(Kernel& kernel, bool (&poisoned)[2]) {
+  bool* const rows = &kernel.shared.poisoned[kernel.work_parity ^ 1][kernel.warp_row + g()];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) poisoned[r] = rows[8 * r];
+  __syncwarp();
+#pragma unroll
+  for (int r = 0; r < 2; ++r) rows[8 * r] = false;
+  __syncwarp();
+}
 
 // A Mask: intervals of rows for each key. The producer warps find and describe the tiles (forward_mask.cuh).
 template <class Kernel, int kGroups>
@@ -99,7 +121,7 @@ struct IntervalVisibility {
   }
   template <class Shared>
   static __device__ __forceinline__ void clear(Shared& shared) {
-    for (int row = threadIdx.x; row < 2 * Kernel::kQueries; row += Kernel::kThreads) shared.poisoned[0][row] = false;
+    clear_poisoned<Kernel>(shared);
   }
 
   template <class Derived, class Maps>
@@ -111,7 +133,7 @@ struct IntervalVisibility {
     } else if (warp == 1) {
       KeyFinder<Derived>{shared, p}.find_all(grid);
     } else {
-      inspect_values<Derived>(shared, p, warp - 2);
+      inspect_masked_values<Derived>(shared, p, warp - 2);
     }
   }
 
@@ -131,6 +153,8 @@ struct IntervalVisibility {
     }
   }
   static __device__ __forceinline__ void await_keys(Kernel&) {}
+  template <class Work>
+  static __device__ __forceinline__ void begin(Kernel&, const Work&, const Walk&) {}
   static __device__ __forceinline__ bool is_last(const Walk& walk) { return walk.tile.has(KeyTile::kLast); }
   static __device__ __forceinline__ bool has_next(Kernel& kernel, Walk& walk) {
     if (walk.run > 0) {  // all rows see all of the next tile, which is not the last one
@@ -156,15 +180,8 @@ struct IntervalVisibility {
       return *reinterpret_cast<const int4*>(&kernel.shared.partial_tiles[slot].pairs[tile * 8 + 2 * t()]);
     });
   }
-  // It also resets that for the query tile after the next.
   static __device__ __forceinline__ void take_poisoned(Kernel& kernel, bool (&poisoned)[2]) {
-    bool* const rows = &kernel.shared.poisoned[kernel.work_parity ^ 1][kernel.warp_row + g()];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) poisoned[r] = rows[8 * r];
-    __syncwarp();
-#pragma unroll
-    for (int r = 0; r < 2; ++r) rows[8 * r] = false;
-    __syncwarp();
+    take_poisoned_rows(kernel, poisoned);
   }
 
  private:
@@ -179,6 +196,69 @@ struct IntervalVisibility {
     walk.tile = {uniform(tile.n), uniform(tile.bits)};
     walk.n = walk.tile.n;
     walk.run = walk.tile.run();
+  }
+};
+
+// A BlockMask: the key tiles of a query tile are the entries of a run (forward_blocks.cuh).
+template <class Kernel>
+struct BlockVisibility {
+  struct Walk {
+    int n = 0;  // known from `begin` on
+    int left;   // tiles after this one
+    SeenKeys seen;
+  };
+  static constexpr bool kTakesLate = true, kResumes = false, kUniformShared = false;
+  static constexpr int kValueArrivals = kValueInspectors;
+
+  template <class Shared>
+  static __device__ __forceinline__ void init_stage(Shared& shared, int i) {
+    ptx::barrier_init(&shared.v_arrived[i], 1);
+  }
+  template <class Shared>
+  static __device__ __forceinline__ void init(Shared&) {}
+  template <class Shared>
+  static __device__ __forceinline__ void clear(Shared& shared) {
+    clear_poisoned<Kernel>(shared);
+  }
+
+  template <class Derived, class Maps>
+  static __device__ __forceinline__ void load(typename Derived::Shared& shared, const AttnParams& p, const Maps& maps,
+                                              const TileGrid& grid) {
+    const int warp = uniform(static_cast<int>(threadIdx.x) / 32);
+    if (warp == 0) {
+      ListedKeyLoader<Derived, Maps>{shared, p, maps, grid}.load_all();
+    } else if (warp > 1) {
+      inspect_listed_values<Derived>(shared, p, warp - 2);
+    }
+  }
+
+  template <class Work, class Generator>
+  static __device__ __forceinline__ void compute_tile(Kernel& kernel, const Work& work, const Generator& generator) {
+    Walk walk;
+    walk.left = work.last - work.first;
+    ptx::barrier_wait(&kernel.shared.q_full, kernel.q_parity);
+    kernel.compute_steps(work, walk, generator);
+  }
+  static __device__ __forceinline__ void await_keys(Kernel& kernel) {
+    ptx::barrier_wait(&kernel.shared.k_full[kernel.k.stage], kernel.k.parity);
+  }
+  // Which tile it is matters only once its scores are known.
+  template <class Work>
+  static __device__ __forceinline__ void begin(Kernel& kernel, const Work&, Walk& walk) {
+    MaskBlock block{};
+    if (threadIdx.x % 32 == 0) block = kernel.shared.key_tiles[kernel.k.stage];
+    walk.n = uniform(block.block);
+    walk.seen.bits = uniform(block.bits);
+    if (!walk.seen.is_whole()) walk.seen.load(kernel.p, kernel.warp_row + g());
+  }
+  static __device__ __forceinline__ bool is_last(const Walk& walk) { return walk.left == 0; }
+  static __device__ __forceinline__ bool has_next(Kernel&, const Walk& walk) { return walk.left > 0; }
+  static __device__ __forceinline__ void advance(Walk& walk) { --walk.left; }
+  static __device__ __forceinline__ void hide(Kernel& kernel, const Walk& walk, int) {
+    if (!walk.seen.is_whole()) walk.seen.hide(kernel.p, kernel.scores);
+  }
+  static __device__ __forceinline__ void take_poisoned(Kernel& kernel, bool (&poisoned)[2]) {
+    take_poisoned_rows(kernel, poisoned);
   }
 };
 
