@@ -392,9 +392,16 @@ struct PackedScores {
   static __device__ __forceinline__ void weigh(Packed& weights, const Scores& products, const Score& score,
                                                const float (&lse)[kQueries], bool rare, const Prepare& prepare,
                                                int row0, int key) {
-    if (!rare) return weigh_part<false>(weights, products, score, lse, {});
-    const auto mask = prepare();
-    weigh_part<true>(weights, products, score, lse, SeenBy<1>(mask, row0 + 2 * t(), key + g()));
+    weigh_seen(weights, products, score, lse, rare,
+               [&] { return SeenBy<1>(prepare(), row0 + 2 * t(), key + g()); });
+  }
+  // The same with see(), which may change the products, and returns which queries see the lane's keys: SeenBy, or
+  // SeenQueries (block_mask.cuh).
+  template <class Score, class See>
+  static __device__ __forceinline__ void weigh_seen(Packed& weights, const Scores& products, const Score& score,
+                                                    const float (&lse)[kQueries], bool rare, const See& see) {
+    if (!rare) return weigh_part<false>(weights, products, score, lse, SeenBy<1>{});
+    weigh_part<true>(weights, products, score, lse, see());
   }
 
   // The dropout mask of a step for the four warps of a warpgroup, which draw it together (Dropout::transposed_warps),
@@ -450,9 +457,9 @@ struct PackedScores {
   }
 
  private:
-  template <bool kMasked, class Score>
+  template <bool kMasked, class Score, class Seen>
   static __device__ __forceinline__ void weigh_part(Packed& weights, const Scores& products, const Score& score,
-                                                    const float (&lse)[kQueries], const SeenBy<1>& seen_by) {
+                                                    const float (&lse)[kQueries], const Seen& seen_by) {
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
       const float2 row_lse = *reinterpret_cast<const float2*>(&lse[n * 8 + 2 * t()]);

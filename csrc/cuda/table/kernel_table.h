@@ -363,6 +363,9 @@ inline constexpr KernelRow<sm90::BackwardTile> kSm90Backward[] = {
     {k16Bit, 192,        kIntervals, kHopper, kMaySpill, {{64, 64, 2, 1}, {64, 64, 3, 1}, {64, 64, 2, 2}}},
     // 469 / 257; 1 stage, 2 stages of keys: 337 / 202
     {k16Bit, 256,        kIntervals, kHopper, kMaySpill, {{64, 64, 2, 1}, {64, 64, 1, 2}}},
+    // the tiles of the plain rows of their classes, whose keys are those of a block:
+    {k16Bit, 64,         kBlocks,    kHopper, kMaySpill, {{128, 128, 2, 2}}},
+    {k16Bit, 128,        kBlocks,    kHopper, kMaySpill, {{128, 64, 3, 1, kApart}}},
     {k16Bit, 64,         kScores,    kHopper, kMaySpill, {{128, 128, 2, 1}}},  // a second stage of keys does not fit
     {k16Bit, 96,         kScores,    kHopper, kMaySpill, {{128, 64, 2, 1}}},  // a third stage of queries does not fit
     {k16Bit, 128,        kScores,    kHopper, kMaySpill, {{128, 64, 2, 1}}},  // a third stage of queries does not fit

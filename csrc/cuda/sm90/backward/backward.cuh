@@ -13,6 +13,7 @@
 #include "cuda/sm90/backward/backward_apart.cuh"
 #include "cuda/sm90/backward/backward_policies.cuh"
 #include "cuda/sm90/backward_wide/backward_wide.cuh"
+#include "cuda/sm90/shared/backward_blocks.cuh"
 #include "cuda/sm90/shared/backward_step.cuh"
 #include "cuda/sm90/shared/dq_adder.cuh"
 #include "cuda/stages/bias_finish.cuh"
@@ -27,7 +28,8 @@ struct Backward : PingPong {
   using Dropping = typename Policies::Dropping;
   using Heads = typename Policies::Heads;
   using Work = typename Visibility::Work;
-  using Walk = QueryWalk<true, Visibility, Heads>;
+  static constexpr bool kLists = Visibility::kLists;
+  using Walk = std::conditional_t<kLists, ListedWalk, QueryWalk<true, Visibility, Heads>>;
   static constexpr BackwardTile kTile = tile_of<kernel_table::kSm90Backward, T, kHeadDim, kOptions, kHeadDimV>();
   using Scores = PackedScores<T, kTile.queries, Dropping::kDrops>;
   using Gradients = typename Policies::template Gradients<T, Scores>;
@@ -89,6 +91,7 @@ struct Backward : PingPong {
     MaybeArray<ptx::Barrier, kApart ? kDscoreBuffers : 0> dscores_full, dscores_empty;
     MaybeArray<ptx::Barrier, kMasks ? kKeyStages : 0> keys_inspected;
     MaybeArray<ptx::Barrier, kMasks ? kStages : 0> queries_inspected;
+    MaybeArray<ListedSteps<kStages, kStepsKept>, kLists ? 1 : 0> listed;
 
     // The buffer to which a warpgroup writes its part of dq.
     __device__ __forceinline__ DqPart<kDqTiles>& part_of(int group) { return dq[kDqParts == 1 ? 0 : group]; }
@@ -96,12 +99,12 @@ struct Backward : PingPong {
   static_assert(sizeof(Shared) <= kSharedLimit);
   static_assert(!kDoutApart || !kMasks);  // the inspector warps expect dout in the stages of queries
   static_assert(kStages >= 2);            // the next scores are computed before these queries are released
-  static_assert(!kApart || ((includes(kGroups, kOptions) || kOptions == kDropout) && !kDoutApart && kDqTiles == 8));
+  static_assert(!kApart || ((includes(kGroups, kOptions) || kOptions == kDropout || kLists) && !kDoutApart && kDqTiles == 8));
 
   static __device__ void init(Shared& shared, const AttnGradParams& p) {
     if (Dropping::kDrops) shared.philox = Dropping::key(p);
     for (int i = 0; i < kKeyStages; ++i) {
-      ptx::barrier_init(&shared.k_full[i], 1);
+      ptx::barrier_init(&shared.k_full[i], Visibility::kKeyArrivals);
       ptx::barrier_init(&shared.v_full[i], 1);
       ptx::barrier_init(&shared.keys_empty[i], kThreads / 32 - 4);
     }
@@ -350,7 +353,7 @@ struct Backward : PingPong {
     pass_phase();
     ptx::wgmma_wait<1>();
     ptx::hold(dscores);
-    gradients.differentiate(*this, dscores, work, now, Scores::is_masked(unmasked, now.m * kQueries));
+    gradients.differentiate(*this, dscores, work, now, is_masked_step<Backward>(unmasked, now));
     pack_scores<T>(packed, dscores);
     buffer = buffer == kDscoreBuffers - 1 ? 0 : buffer + 1;
     store_panels(shared.dscores[buffer], warp_key, packed);
@@ -388,7 +391,7 @@ struct Backward : PingPong {
   template <class Begun>
   __device__ __forceinline__ void weigh(float (&scores)[kQueries / 8][4], const Work& work, const Walk& now,
                                         const Limits& unmasked, const Begun& begun) {
-    gradients.weigh(*this, scores, work, now, Scores::is_masked(unmasked, now.m * kQueries), begun);
+    gradients.weigh(*this, scores, work, now, is_masked_step<Backward>(unmasked, now), begun);
     drop_weights();
   }
   __device__ __forceinline__ void drop_weights() {

@@ -45,7 +45,7 @@ class ApartWalk : KeyGradientTurns<Kernel> {
     kernel.await_phase();
     this->multiply_scores();
     kernel.pass_phase();
-    kernel.draw_next(work, now);
+    begin_step();
     find_weights();
     ptx::barrier_wait(&shared.v_full[kernel.keys.stage], kernel.keys.parity);
     Packed packed;
@@ -57,7 +57,7 @@ class ApartWalk : KeyGradientTurns<Kernel> {
       this->start_dk(packed);
       kernel.queries.advance();
       now.advance();
-      this->start_next_scores(stage, [&] { kernel.draw_next(work, now); });
+      this->start_next_scores(stage, [&] { begin_step(); });
       find_weights();
     }
     await_dout();
@@ -78,7 +78,7 @@ class ApartWalk : KeyGradientTurns<Kernel> {
     this->multiply_scores();
     this->multiply_dscores(dscores);
     kernel.pass_phase();
-    kernel.draw_next(work, now);
+    begin_step();
     find_weights<1>();
     find_dscores(packed, dscores);
     while (now.left > 1) {
@@ -99,7 +99,7 @@ class ApartWalk : KeyGradientTurns<Kernel> {
       this->multiply_dscores(dscores);
       kernel.pass_phase();
       ptx::barrier_arrive(&shared.queries_empty[stage]);
-      kernel.draw_next(work, now);
+      begin_step();
       find_weights<1>();
       find_dscores(packed, dscores);
     }
@@ -113,6 +113,11 @@ class ApartWalk : KeyGradientTurns<Kernel> {
     ptx::hold(kernel.dk);
   }
 
+  // While S^T is computed.
+  __device__ __forceinline__ void begin_step() {
+    kernel.draw_next(work, now);
+    Turns::begin_step(work, now);
+  }
   __device__ __forceinline__ void await_dout() {
     ptx::barrier_wait(&shared.dout_full[kernel.queries.stage], kernel.queries.parity);
     kernel.clear_tail_of_queries(work, now);
@@ -162,7 +167,7 @@ struct QueryGradients {
 
   __device__ __forceinline__ void compute_tiles() {
     for_each_work(shared, works, [&](const BackwardWork& work) {
-      const int steps = uniform(work.tiles) * Kernel::Heads::in_walk(p);
+      const int steps = Kernel::Walk::steps(work, Kernel::Heads::in_walk(p));
       if (steps > 0) compute_tile(steps);
       ptx::barrier_arrive(&shared.work_empty[works.stage]);
     });

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cuda/sm90/backward/backward_gradients.cuh"
+#include "cuda/sm90/backward/backward_listed.cuh"
 #include "cuda/sm90/shared/backward_dropout.cuh"
 #include "cuda/sm90/shared/backward_heads.cuh"
 #include "cuda/sm90/shared/backward_visibility.cuh"
@@ -34,6 +35,12 @@ struct BackwardPolicies<kDropout> : PlainBackwardPolicies {
 template <>
 struct BackwardPolicies<kIntervals> : PlainBackwardPolicies {
   using Visibility = IntervalQueries;
+};
+template <>
+struct BackwardPolicies<kBlocks> : PlainBackwardPolicies {
+  using Visibility = BlockQueries;
+  template <class T, class Scores>
+  using Gradients = ListedGradients<Scores>;
 };
 template <>
 struct BackwardPolicies<kScores> : PlainBackwardPolicies {

@@ -30,10 +30,10 @@ __device__ __forceinline__ Limits queries_of_tile(const AttnParams& p, const Bac
   return Kernel::Visibility::clip(p, work, rows, key, end);
 }
 
-// Stores whether a lane has loaded the mark of a row (cuda/score/large_rows.cuh).
-__device__ __forceinline__ void publish_marks(int& has_marks, bool has_mark) {
+// Stores whether a lane has loaded the mark of a row (cuda/score/large_rows.cuh). more: other bits of the number.
+__device__ __forceinline__ void publish_marks(int& has_marks, bool has_mark, int more = 0) {
   const bool any = __any_sync(~0u, has_mark) != 0;
-  if (lane() == 0) has_marks = any;
+  if (lane() == 0) has_marks = any | more;
 }
 // Reads whether the step has marked rows while its products are computed: read afterwards, the answer would be waited
 // for. Kernel: the state of a warpgroup, whose queries are in shared memory.
@@ -46,6 +46,11 @@ __device__ __forceinline__ void note_marks(Kernel& kernel) {
 template <class Kernel>
 __device__ __forceinline__ bool is_rare(const Kernel& kernel, bool masked) {
   return (static_cast<int>(masked) | kernel.has_marks) != 0;
+}
+// Whether causal, the window or a Mask hides pairs of a step; with a BlockMask Shared::has_marks says it.
+template <class Kernel, class Walk>
+__device__ __forceinline__ bool is_masked_step(const Limits& unmasked, const Walk& now) {
+  return !Kernel::Visibility::kLists && Kernel::Scores::is_masked(unmasked, now.m * Kernel::kQueries);
 }
 // Subtracts the words of marked rows, which few steps have, from the products of a step, after note_marks. b, h and row
 // are those of the first query, and query is its place in the step.
@@ -82,6 +87,7 @@ struct BackwardLoader {
   RingPosition<Kernel::kWorkStages> works;
   uint32_t next_parity = 0;  // parity of SharedTile's barrier
   int query_start = 0;
+  typename Kernel::Visibility::template Loads<Kernel::kStages> lists;
 
   __device__ void load_tiles(const TileGrid& grid) {
     const int heads = static_cast<int>(Kernel::Heads::count(p)), all_heads = heads * static_cast<int>(p.batch);
@@ -108,6 +114,7 @@ struct BackwardLoader {
       }
     }
     publish_end();
+    if constexpr (Kernel::Visibility::kLists) Kernel::Visibility::template end<Kernel>(*this);
   }
 
   __device__ __forceinline__ int next_tile(const TileGrid& grid) {
@@ -149,8 +156,11 @@ struct BackwardLoader {
     work.n = n;
     work.key0 = n * kKeys;
   }
-  __device__ void find_queries(BackwardWork& work) const {
+  __device__ void find_queries(BackwardWork& work) {
     const Limits rows = queries_of_tile<Kernel>(p, work, work.n);
+    if constexpr (Kernel::Visibility::kLists) {
+      return Kernel::Visibility::template count_steps<Kernel>(*this, rows, &work);
+    }
     work.first = rows.begin / kQueries;
     work.tiles = rows.end > rows.begin && p.heads_q > 0 ? (rows.end - 1) / kQueries + 1 - work.first : 0;
   }
@@ -175,6 +185,7 @@ struct BackwardLoader {
   }
 
   __device__ void load_tile(const BackwardWork& work) {
+    if constexpr (Kernel::Visibility::kLists) return Kernel::Visibility::template load_tile<Kernel>(*this, work);
     const int batch = p.is_varlen() ? 0 : work.b, heads = Kernel::Heads::in_walk(p);
     const int half = half_of_pair<Kernel::kSharesKeys>(), key = work.key_start + work.key0 + half * 64;
     ptx::barrier_wait(&shared.keys_empty[keys.stage], keys.parity ^ 1);
@@ -191,17 +202,11 @@ struct BackwardLoader {
     for (Walk now(p, work, heads); now.left > 0; now.advance()) load_queries(work, now, batch);
   }
 
-  // Rows after the last of the sequence get an lse of +inf, which makes their weights 0 for any score.
-  __device__ void load_queries(const BackwardWork& work, const Walk& now, int batch) {
-    const int stage = queries.stage, row = query_start + now.m * kQueries;
-    ptx::barrier_wait(&shared.queries_empty[stage], queries.parity ^ 1);
-    if (lane() == 0) {
-      load_panels(shared.q[stage], shared.q_full[stage], maps.q, row, now.h, batch, column());
-      if (!Kernel::kDoutApart) load_panels(shared.dout[stage], shared.dout_full[stage], maps.dout, row, now.h, batch);
-      Kernel::Gradients::load_queries(shared, stage, maps, row, now.h, batch, work.key0);
-    }
-    const int rows = work.length_q - now.m * kQueries;
-    const int64_t index = now.h * workspace.rows + (p.is_varlen() ? 0 : work.b * p.seqlen_q) + row;
+  // Loads lse and delta of the rows of query tile m, and returns whether this lane has loaded a mark. Rows after the last
+  // of the sequence get an lse of +inf, which makes their weights 0 for any score.
+  __device__ __forceinline__ bool load_statistics(const BackwardWork& work, int h, int m) {
+    const int stage = queries.stage, row = query_start + m * kQueries, rows = work.length_q - m * kQueries;
+    const int64_t index = h * workspace.rows + (p.is_varlen() ? 0 : work.b * p.seqlen_q) + row;
     float lse[kQueries / 32], delta[kQueries / 32];
     bool has_mark = false;
 #pragma unroll
@@ -216,7 +221,19 @@ struct BackwardLoader {
       shared.delta[stage][i * 32 + lane()] = delta[i];
       has_mark = has_mark || is_mark(lse[i]);
     }
-    publish_marks(shared.has_marks[stage], has_mark);
+    return has_mark;
+  }
+
+  __device__ void load_queries(const BackwardWork& work, const Walk& now, int batch) {
+    const int stage = queries.stage, row = query_start + now.m * kQueries;
+    ptx::barrier_wait(&shared.queries_empty[stage], queries.parity ^ 1);
+    if (lane() == 0) {
+      load_panels(shared.q[stage], shared.q_full[stage], maps.q, row, now.h, batch, column());
+      if (!Kernel::kDoutApart) load_panels(shared.dout[stage], shared.dout_full[stage], maps.dout, row, now.h, batch);
+      Kernel::Gradients::load_queries(shared, stage, maps, row, now.h, batch, work.key0);
+    }
+    publish_marks(shared.has_marks[stage], load_statistics(work, now.h, now.m));
+    const int rows = work.length_q - now.m * kQueries;
     Kernel::Gradients::load_rows(shared, stage, p, workspace, row, now.h, batch, rows);
     ptx::barrier_arrive(&shared.q_full[stage]);  // every lane, for its own writes
     queries.advance();

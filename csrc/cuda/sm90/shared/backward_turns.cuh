@@ -98,21 +98,29 @@ class KeyGradientTurns {
     score_product<Kernel::kValueColumns>(dscores, shared.v[kernel.value_stage()], kernel.group * 64,
                                          shared.dout[kernel.queries.stage]);
   }
+  // After multiply_scores, while S^T is computed.
+  __device__ __forceinline__ void begin_step(const Work& work, const Walk& now) {
+    if constexpr (Kernel::Visibility::kLists) kernel.gradients.begin(kernel, work, now);
+  }
   // S^T, which is complete, becomes P^T.
   __device__ __forceinline__ void find_weights(const Work& work, const Walk& now, const Limits& unmasked) {
+    if constexpr (Kernel::Visibility::kLists) {
+      return kernel.gradients.weigh(kernel, scores, work, now, false, Nothing{});
+    }
     const int row0 = now.m * kQueries;
     const auto prepare = [&] {
       subtract_words_of_step(kernel, scores, kernel.workspace.score, work.b, now.h, row0);
       return work.mask(kernel.p);
     };
     Kernel::Scores::weigh(kernel.weights, scores, kernel.workspace.score, shared.lse[kernel.queries.stage],
-                          is_rare(kernel, is_masked(now, unmasked)), prepare, row0, work.key0 + kernel.warp_key);
+                          is_rare(kernel, is_masked_step<Kernel>(unmasked, now)), prepare, row0, work.key0 + kernel.warp_key);
   }
   // dP^T becomes dS^T.
   __device__ __forceinline__ void differentiate(Products& dscores, const Walk& now, const Limits& unmasked) {
     ptx::hold(dscores);
+    if constexpr (Kernel::Visibility::kLists) return kernel.gradients.differentiate(kernel, dscores, Nothing{}, now, false);
     Kernel::Scores::differentiate(dscores, kernel.weights, kernel.workspace.score, shared.delta[kernel.queries.stage],
-                                  is_rare(kernel, is_masked(now, unmasked)),
+                                  is_rare(kernel, is_masked_step<Kernel>(unmasked, now)),
                                   [&] { clear_rows_of_step(kernel, dscores); });
   }
   // dS^T becomes an operand of dk, and goes to shared memory.
@@ -130,11 +138,6 @@ class KeyGradientTurns {
   Kernel& kernel;
   typename Kernel::Shared& shared;
   Products scores;
-
- private:
-  static __device__ __forceinline__ bool is_masked(const Walk& now, const Limits& unmasked) {
-    return Kernel::Scores::is_masked(unmasked, now.m * kQueries);
-  }
 };
 
 }  // namespace flashattn_ext::sm90

@@ -2,6 +2,9 @@
 // All members are static.
 //   Work                     the description of a key tile
 //   kHasIntervals            whether a call may have a Mask
+//   kLists                   whether it has a BlockMask: backward_blocks.cuh, which has the functions for that
+//   kKeyArrivals             at the barrier of a stage of keys
+//   Loads<kStages>           more state of the loading warp
 //   init<kInspectors>(shared)
 //                            one thread: barriers
 //   clip(p, work, rows, key, end)
@@ -34,7 +37,10 @@ namespace flashattn_ext::sm90 {
 // Causal and window alone.
 struct ArithmeticQueries {
   using Work = BackwardWork;
-  static constexpr bool kHasIntervals = false;
+  static constexpr bool kHasIntervals = false, kLists = false;
+  static constexpr int kKeyArrivals = 1;
+  template <int>
+  using Loads = Nothing;
 
   template <int kInspectors, class Shared>
   static __device__ __forceinline__ void init(Shared&) {}
@@ -179,7 +185,10 @@ struct BackwardInspector {
 // A Mask as well: intervals of rows for each key.
 struct IntervalQueries {
   using Work = MaskedBackwardWork;
-  static constexpr bool kHasIntervals = true;
+  static constexpr bool kHasIntervals = true, kLists = false;
+  static constexpr int kKeyArrivals = 1;
+  template <int>
+  using Loads = Nothing;
 
   template <int kInspectors, class Shared>
   static __device__ __forceinline__ void init(Shared& shared) {

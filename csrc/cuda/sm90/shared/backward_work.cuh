@@ -75,7 +75,9 @@ struct DqLayout {
 // until the tile is done, because registers are scarce. Numbers count from the start of a sequence.
 struct alignas(16) BackwardWork {
   int b, hk, n, key0;  // n: number of the key tile, key0: its first key; no key tile ends the kernel
-  int first, tiles;    // query tiles that see it, the same in every head of the group: the first, and how many
+  // Query tiles that see it, the same in every head of the group: the first, and how many. With a BlockMask 0, and how
+  // many in all heads of the walk.
+  int first, tiles;
   int key_start, length_q, length_k;  // the sequence's; key_start in the rows of its batch entry
   int dq_tile;                        // first tile of the sequence in the workspace's dq
   int descends;  // in a deterministic call with a Mask: whether the key tiles of the head add in descending order
@@ -145,6 +147,10 @@ struct QueryWalk {
     last = descending ? first : first + tiles - 1;
     m = start;
     left = tiles * heads;
+  }
+  // Of a walk over this many heads.
+  static __device__ __forceinline__ int steps(const BackwardWork& work, int heads) {
+    return uniform(work.tiles) * heads;
   }
   __device__ __forceinline__ bool ends_head() const { return m == last; }
   __device__ __forceinline__ void advance() {

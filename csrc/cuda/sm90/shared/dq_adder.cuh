@@ -4,6 +4,7 @@
 #pragma once
 
 #include "cuda/ptx/tma.cuh"
+#include "cuda/sm90/shared/backward_blocks.cuh"
 #include "cuda/sm90/shared/backward_step.cuh"
 #include "cuda/stages/dq_order.cuh"
 
@@ -71,6 +72,7 @@ struct DqAdder {
       pass(work, nullptr, 0);
       pass(work, nullptr, 1);
     }
+    if constexpr (Visibility::kLists) return add_listed_steps(work);
     bool may_add = false;  // whether the order is known to have come to this step
     for (Walk now(p, work, Kernel::Heads::in_walk(p)); now.left > 0; now.advance(), ++step) {
       if (p.deterministic && leads()) await_earlier_keys(work, now, may_add);
@@ -84,6 +86,36 @@ struct DqAdder {
       }
       __syncwarp();
     }
+  }
+
+  // With a BlockMask (backward_blocks.cuh) it is known which step a part belongs to once the part has come. The warp waits
+  // for the order then.
+  __device__ __forceinline__ void add_listed_steps(const BackwardWork& work) {
+    for (int left = uniform(work.tiles); left > 0; --left, step = (step + 1) % kStepsKept) {
+      const ListedStep& now = shared.listed[0].added[step];
+#pragma unroll 1
+      for (int group = 0; group < 2; ++group) {
+        ptx::named_barrier_sync(kDqFull + group, kDqThreads);
+        if (leads()) {
+          if (group == 0 && p.deterministic) listed_order(work, now).await_earlier_keys();
+          if (group == 0 && p.deterministic) ptx::fence_async_global();
+          start(work, now, group);
+          ptx::bulk_commit();
+          ptx::bulk_wait_read<0>();
+        }
+        __syncwarp();
+        ptx::named_barrier_arrive(kDqEmpty + group, kDqThreads);
+      }
+      if (leads() && p.deterministic) {
+        ptx::bulk_wait<0>();
+        listed_order(work, now).admit_later_keys();
+      }
+      __syncwarp();
+    }
+  }
+  __device__ __forceinline__ auto listed_order(const BackwardWork& work, const ListedStep& now) const {
+    return DqOrder{workspace.dq_added + tile(work, now), true, [&] { return now.before; },
+                   [&] { return now.before + 1; }, [] {}};
   }
 
   // Waits for a warpgroup's part, starts adding it, and waits until it has been read and may be overwritten, which
