@@ -343,7 +343,8 @@ def describe(row: Row, choice: int = 0) -> str:
     if row.architecture == "sm80":
         return f"{tile[0]}, {tile[1]} x {tile[2]}, {tile[5]}, {tile[6]}"
     if row.stage in ("forward", "invariant", "packed", "jvp"):
-        order = ", in turn" if tile[3:] == ("kInTurn",) else ""
+        order = ", in turn" if tile[3:4] == ("kInTurn",) else ""
+        order += ", in two teams" if tile[4:] == ("true",) else ""
         return f"{64 * int(tile[0])} x {tile[1]}, {tile[2]}{order}"
     if row.stage in ("resident", "second"):
         return f"{tile[0]} x {tile[1]}, {tile[2]}"

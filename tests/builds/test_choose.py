@@ -82,14 +82,17 @@ CALLS = {
     "forward Sq=4096 Sk=4096 sm80=1": "tiles kSm80Forward aligned 0",
     "forward Sq=4096 Sk=4096 type=fp32": "tiles kSm80Forward aligned 0",
     "forward Sq=4096 Sk=4096 D=512 mask=1": "tiles kSm80Forward aligned 0",
-    # A BlockMask: no kernel of short sequences or few queries reads one.
-    "forward Sq=4096 Sk=4096 blocks=1": "tiles kSm80Forward aligned 0",
+    # A BlockMask: no kernel of short sequences or few queries reads one, and on Hopper those without other options do.
+    "forward Sq=4096 Sk=4096 blocks=1": "tiles kSm90Forward aligned 0",
+    "forward Sq=4096 Sk=4096 blocks=1 softcap=30": "tiles kSm80Forward aligned 0",
+    "forward Sq=4096 Sk=4096 D=192 blocks=1": "tiles kSm80Forward aligned 0",
     "forward B=256 Hk=16 Sq=49 Sk=49 D=64 blocks=1 sm80=1": "tiles kSm80Forward aligned 0",
     "forward B=256 Hk=16 Sq=49 Sk=49 D=64 blocks=1 softcap=30 sm80=1": "tiles kSm80Forward aligned 0",
-    "forward Sq=1 Sk=4096 blocks=1": "tiles kSm80Forward aligned 0",
-    "backward Sq=16 Sk=4096 blocks=1": "tiles kSm80Backward aligned 0",
-    "backward Hk=2 Hq=8 Sq=1024 Sk=1024 blocks=1": "tiles kSm80Backward aligned 0",
-    "backward B=33 Hk=4 Sq=512 Sk=512 causal=1 blocks=1": "tiles kSm80Backward aligned 0",
+    "forward Sq=1 Sk=4096 blocks=1": "tiles kSm90Forward aligned 0",
+    "backward Sq=16 Sk=4096 blocks=1": "tiles kSm90Backward aligned 0",
+    "backward Hk=2 Hq=8 Sq=1024 Sk=1024 blocks=1": "tiles kSm90Backward aligned 0",
+    "backward B=33 Hk=4 Sq=512 Sk=512 causal=1 blocks=1": "tiles kSm90Backward aligned 0",
+    "backward Sq=1024 Sk=1024 D=192 blocks=1": "tiles kSm80Backward aligned 0",
     # Short sequences, in whole heads: up to as many keys as they are faster with, and as shared memory holds.
     "forward B=256 Hk=16 Sq=49 Sk=49 D=64": "tiles kSm80HeadsForward aligned 0",
     "forward B=256 Hk=16 Sq=49 Sk=49 D=64 sm80=1": "tiles kSm80HeadsForward aligned 0",

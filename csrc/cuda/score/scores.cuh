@@ -392,8 +392,7 @@ struct PackedScores {
   static __device__ __forceinline__ void weigh(Packed& weights, const Scores& products, const Score& score,
                                                const float (&lse)[kQueries], bool rare, const Prepare& prepare,
                                                int row0, int key) {
-    weigh_seen(weights, products, score, lse, rare,
-               [&] { return SeenBy<1>(prepare(), row0 + 2 * t(), key + g()); });
+    weigh_seen(weights, products, score, lse, rare, [&] { return SeenBy<1>(prepare(), row0 + 2 * t(), key + g()); });
   }
   // The same with see(), which may change the products, and returns which queries see the lane's keys: SeenBy, or
   // SeenQueries (block_mask.cuh).

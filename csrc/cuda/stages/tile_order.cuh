@@ -71,10 +71,11 @@ inline int64_t even_section(int64_t heads, int64_t most) {
 
 // Heads of a section. With a right bound or a Mask some tiles are longer than others: if the long tiles of all heads of
 // a section start first, short ones are left for the end and fill the gaps. Without a bound and a Mask this function
-// returns one head.
+// returns one head; with a BlockMask too, whose tiles have any length, and read any of the head's data.
 inline int section_heads(const AttnParams& p, int64_t heads, int64_t head_bytes, int64_t at_least = 1) {
   constexpr int64_t kCacheBytes = 32 << 20;
-  if (p.window_right == kUnbounded && !p.has_mask()) return 1;
+  if (p.window_right == kUnbounded && !p.has_intervals()) return 1;
+  if (p.has_blocks()) at_least = 1;
   const int64_t most = std::max(kCacheBytes / std::max<int64_t>(1, head_bytes), at_least);
   return static_cast<int>(even_section(std::max<int64_t>(1, heads), std::max<int64_t>(1, most)));
 }
@@ -102,7 +103,7 @@ inline TileOrder forward_order(const AttnParams& p, int64_t blocks, int64_t elem
   const int64_t head_bytes = p.seqlen_k * (p.head_dim + p.head_dim_v) * element_bytes / p.group_size();
   const int64_t heads = p.batch * p.heads_q;
   const int64_t quarters = blocks < 10 ? 0 : blocks * heads < 10 * multiprocessors() ? 8 : 3;
-  if (p.has_mask()) at_least = std::max<int64_t>(at_least, 16);
+  if (p.has_intervals()) at_least = std::max<int64_t>(at_least, 16);
   return {static_cast<int>(blocks), section_heads(p, heads, head_bytes, at_least),
           last_tiles(p, blocks, heads, quarters)};
 }

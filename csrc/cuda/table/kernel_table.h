@@ -7,9 +7,8 @@
 //   - the kernels: their tile;
 //   - `flashattn-ext bench tune`: the tiles of a row that compete, of which the build has the first.
 // To add a kernel, add a row; to remove one, delete its row. rows.h explains the columns, tiles.h the sizes of a tile,
-// stages.def what an array is.
-// sources.py reads one row in each line, and a note behind it or above it. A note that ends in a colon is that of all
-// rows below it that have none of their own.
+// stages.def what an array is. sources.py reads one row in each line, and a note behind it or above it. A note that ends
+// in a colon is that of all rows below it that have none of their own.
 //
 // A class of head dims serves every call up to it, so rows are in ascending order; general kernels follow the kernels
 // that they replace. The classes above 256 follow all others: their plain kernels track the largest logit, and would
@@ -26,7 +25,7 @@
 // clang-format off
 namespace flashattn_ext::kernel_table {
 
-constexpr sm90::ForwardOrder kInTurn = sm90::ForwardOrder::kInTurn;
+constexpr sm90::ForwardOrder kInTurn = sm90::ForwardOrder::kInTurn, kOverlapped = sm90::ForwardOrder::kOverlapped;
 constexpr sm90::BackwardOrder kApart = sm90::BackwardOrder::kApart, kApartOnce = sm90::BackwardOrder::kApartOnce,
                               kPairs = sm90::BackwardOrder::kPairs, kThreePhases = sm90::BackwardOrder::kThreePhases;
 
@@ -60,9 +59,9 @@ inline constexpr KernelRow<sm80::ForwardTile> kSm80Forward[] = {
     // 327 / 318; 4 x 1, 32 keys: 281 / 274; 8 x 1, 32 keys: 262 / 254
     {k16Bit, 256, kDropout,   kOtherGpus, kMaySpill, {{4, 1, 64, 2}, {4, 1, 32, 2}, {8, 1, 32, 1}}},
     // 292 / 193; 4 x 2, 128 keys: 311 / 191; 8 x 1, 64 keys: 252 / 173
-    {k16Bit, 64,  kMasks,     kEveryGpu,  kMaySpill, {{4, 2, 64, 3}, {4, 2, 128, 2}, {8, 1, 64, 2}}},
+    {k16Bit, 64,  kMasks,     kOtherGpus, kMaySpill, {{4, 2, 64, 3}, {4, 2, 128, 2}, {8, 1, 64, 2}}},
     // 363 / 244; 4 x 2, 32 keys: 287 / 206; 8 x 1, 64 keys: 254 / 177
-    {k16Bit, 128, kMasks,     kEveryGpu,  kMaySpill, {{4, 2, 64, 2}, {4, 2, 32, 2}, {8, 1, 64, 1}}},
+    {k16Bit, 128, kMasks,     kOtherGpus, kMaySpill, {{4, 2, 64, 2}, {4, 2, 32, 2}, {8, 1, 64, 1}}},
     // 344 / 245; 4 x 1, 32 keys: 272 / 207; 8 x 1, 32 keys: 252 / 183
     {k16Bit, 256, kMasks,     kEveryGpu,  kMaySpill, {{4, 1, 64, 2}, {4, 1, 32, 2}, {8, 1, 32, 1}}},
     // 148 / 108; 4 x 2, 32 keys: 115 / 88; 8 x 1, 64 keys: 157 / 115
@@ -75,8 +74,7 @@ inline constexpr KernelRow<sm80::ForwardTile> kSm80Forward[] = {
     // 290 / 279; computing the scores twice: 139 / 108
     {k16Bit, 512, kPlain,     kOtherGpus, kMaySpill, {{8, 4, 128, 1, 4, 8}, {8, 4, 128, 1, 2, 8}, {4, 2, 64, 1, 3, 4}}},
     {k16Bit, 512, kGeneral,   kEveryGpu,  kMaySpill, {{2, 1, 32, 2}}},  // 64 queries take 112 KB
-    // the most queries, a power of two, that fit beside 32 keys in 99 KB of shared memory, in 163 KB at 512; at 64 the
-    // most that do not spill:
+    // the most queries, a power of two, that fit beside 32 keys in 99 KB of shared memory, in 163 KB at 512; at 64 the most that do not spill:
     {kFp32,  64,  kPlain,     kEveryGpu,  0,         {{8, 1, 32, 1}}},
     {kFp32,  96,  kPlain,     kEveryGpu,  kMaySpill, {{4, 2, 32, 1}}},
     {kFp32,  128, kPlain,     kEveryGpu,  0,         {{4, 2, 32, 1}}},
@@ -130,8 +128,8 @@ inline constexpr KernelRow<sm80::BackwardTile> kSm80Backward[] = {
     {k16Bit, 144, kDropout,   kOtherGpus, kMaySpill, {{6, 96, 64, 3, 2, 1, 2}, {3, 48, 32, 3, 3, 1, 2}}},
     {k16Bit, 192, kDropout,   kOtherGpus, kMaySpill, {{8, 64, 64, 4, 2, 1, 2}, {4, 64, 32, 2, 2, 1, 1}}},
     {k16Bit, 256, kDropout,   kOtherGpus, kMaySpill, {{8, 64, 64, 4, 2, 1, 2}, {4, 32, 32, 2, 1, 1, 1}}},
-    {k16Bit, 64,  kMasks,     kEveryGpu,  kMaySpill, {{4, 128, 32, 4, 4, 1, 2}, {4, 128, 32, 4, 4, 1, 2}}},
-    {k16Bit, 128, kMasks,     kEveryGpu,  kMaySpill, {{8, 128, 64, 4, 4, 1, 2}, {8, 64, 64, 4, 2, 1, 1}}},
+    {k16Bit, 64,  kMasks,     kOtherGpus, kMaySpill, {{4, 128, 32, 4, 4, 1, 2}, {4, 128, 32, 4, 4, 1, 2}}},
+    {k16Bit, 128, kMasks,     kOtherGpus, kMaySpill, {{8, 128, 64, 4, 4, 1, 2}, {8, 64, 64, 4, 2, 1, 1}}},
     {k16Bit, 256, kMasks,     kEveryGpu,  kMaySpill, {{8, 64, 64, 4, 2, 1, 2}, {4, 32, 32, 2, 1, 1, 1}}},
     {k16Bit, 64,  kGeneral,   kEveryGpu,  kMaySpill, {{4, 128, 32, 4, 4, 1, 2}, {4, 128, 32, 4, 4, 1, 2}}},
     {k16Bit, 128, kGeneral,   kEveryGpu,  kMaySpill, {{8, 128, 64, 4, 4, 1, 2}, {8, 64, 64, 4, 2, 1, 1}}},
@@ -196,7 +194,7 @@ inline constexpr KernelRow<sm90::ShortForwardTile> kSm90ShortForward[] = {
     {k16Bit, 64,  kPlain, kHopper, 0, {{128, 3}}},
 };
 
-// Tiles: {warpgroups, keys, stages of keys and values[, order]}. With dropout, keys are a multiple of 64, for which the generator
+// Tiles: {warpgroups, keys, stages of keys and values[, order[, two teams]]}. With dropout, keys are a multiple of 64, for which the generator
 // draws bits together. Above 256 (forward_large.cuh) stages are parts of a tile of keys. How many keys a step takes
 // decides the order of sums; it depends on nothing but the row, so that a sequence has the same bits in every batch.
 inline constexpr KernelRow<sm90::ForwardTile> kSm90Forward[] = {
@@ -240,9 +238,8 @@ inline constexpr KernelRow<sm90::ForwardTile> kSm90Forward[] = {
     // 794 / 484; 2 x 112: 804 / 475; 2 x 80: 770 / 480
     {k16Bit, 192,        kIntervals, kHopper, kMaySpill, {{2, 96, 2}, {2, 112, 2}, {2, 80, 2}}},
     {k16Bit, 256,        kIntervals, kHopper, kMaySpill, {{2, 64, 2}, {2, 80, 2}}},  // 818 / 480; 2 x 80: 820 / 499
-    // the tiles of 128 queries and keys, the sides of a block:
-    {k16Bit, 64,         kBlocks,    kHopper, 0,         {{2, 128, 3}}},
-    {k16Bit, 128,        kBlocks,    kHopper, 0,         {{2, 128, 3}}},
+    {k16Bit, 64,         kBlocks,    kHopper, 0,         {{2, 64, 5, kOverlapped, true}}},  // sides that divide those of a block
+    {k16Bit, 128,        kBlocks,    kHopper, 0,         {{2, 128, 3}}},  // the same
     // 321 / 307 (spills 8 bytes); 2 x 160: 305 / 291; 2 x 128: 305 / 289
     {k16Bit, 64,         kScores,    kHopper, kMaySpill, {{3, 96, 3}, {2, 160, 3}, {2, 128, 3}}},
     // 437 / 417; 3 x 96: 445 / 420; 3 x 112: 467 / 430
@@ -305,8 +302,7 @@ inline constexpr KernelRow<sm90::ForwardTile> kSm90Invariant[] = {
 inline constexpr KernelRow<sm90::ForwardTile> kSm90Packed[] = {
     // stages of 128 KB in all, as at 128:
     {k16Bit, 64,  kPlain, kHopper, kMaySpill, {{2, 128, 4}}},
-    // 8x32x16384 / 1x32x65536, relative to a copy: 0.66 / 0.79; 3 stages: 0.68 / 0.77; 4 of 96 keys: 0.67 / 0.77; 6 of
-    // 64: 0.64 / 0.78
+    // 8x32x16384 / 1x32x65536, relative to a copy: 0.66 / 0.79; 3 stages: 0.68 / 0.77; 4 of 96 keys: 0.67 / 0.77; 6 of 64: 0.64 / 0.78
     {k16Bit, 128, kPlain, kHopper, kMaySpill, {{2, 128, 2}}},
     {k16Bit, 256, kPlain, kHopper, kMaySpill, {{2, 64, 2}}},
 };
@@ -356,16 +352,14 @@ inline constexpr KernelRow<sm90::BackwardTile> kSm90Backward[] = {
     {k16Bit, 96,         kIntervals, kHopper, kMaySpill, {{128, 64, 3, 1}, {128, 64, 2, 1}}},
     // 593 / 347; 2 stages: 595 / 329
     {k16Bit, 128,        kIntervals, kHopper, kMaySpill, {{128, 64, 3, 1}, {128, 64, 2, 1}}},
-    // 393 / 216; 3 stages: 434 / 227; 2 stages of keys: 389 / 216; with 128 keys no room for the inspected stages of
-    // dout
+    // 393 / 216; 3 stages: 434 / 227; 2 stages of keys: 389 / 216; with 128 keys no room for the inspected stages of dout
     {k16Bit, 144,        kIntervals, kHopper, kMaySpill, {{64, 64, 2, 1}, {64, 64, 3, 1}, {64, 64, 2, 2}}},
     // 445 / 239; 3 stages: 459 / 245; 2 stages of keys: 443 / 238
     {k16Bit, 192,        kIntervals, kHopper, kMaySpill, {{64, 64, 2, 1}, {64, 64, 3, 1}, {64, 64, 2, 2}}},
     // 469 / 257; 1 stage, 2 stages of keys: 337 / 202
     {k16Bit, 256,        kIntervals, kHopper, kMaySpill, {{64, 64, 2, 1}, {64, 64, 1, 2}}},
-    // the tiles of the plain rows of their classes, whose keys are those of a block:
-    {k16Bit, 64,         kBlocks,    kHopper, kMaySpill, {{128, 128, 2, 2}}},
-    {k16Bit, 128,        kBlocks,    kHopper, kMaySpill, {{128, 64, 3, 1, kApart}}},
+    {k16Bit, 64,         kBlocks,    kHopper, 64,        {{128, 128, 2, 2}}},  // the plain tile; spills in the loading warp
+    {k16Bit, 128,        kBlocks,    kHopper, 64,        {{128, 64, 3, 1, kApart}}},  // the same
     {k16Bit, 64,         kScores,    kHopper, kMaySpill, {{128, 128, 2, 1}}},  // a second stage of keys does not fit
     {k16Bit, 96,         kScores,    kHopper, kMaySpill, {{128, 64, 2, 1}}},  // a third stage of queries does not fit
     {k16Bit, 128,        kScores,    kHopper, kMaySpill, {{128, 64, 2, 1}}},  // a third stage of queries does not fit

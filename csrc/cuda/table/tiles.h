@@ -55,7 +55,9 @@ struct ForwardTile {
   int keys;
   int stages;          // stages of keys and values
   ForwardOrder order;  // kOverlapped where a row names none
+  bool in_teams;       // whether a thread block has two such sets of warpgroups, each with query tiles of its own
   constexpr int queries() const { return groups * 64; }
+  constexpr int teams() const { return in_teams ? 2 : 1; }
   constexpr bool exists() const { return groups > 0; }
 };
 

@@ -99,7 +99,8 @@ struct Backward : PingPong {
   static_assert(sizeof(Shared) <= kSharedLimit);
   static_assert(!kDoutApart || !kMasks);  // the inspector warps expect dout in the stages of queries
   static_assert(kStages >= 2);            // the next scores are computed before these queries are released
-  static_assert(!kApart || ((includes(kGroups, kOptions) || kOptions == kDropout || kLists) && !kDoutApart && kDqTiles == 8));
+  static_assert(!kApart ||
+                ((includes(kGroups, kOptions) || kOptions == kDropout || kLists) && !kDoutApart && kDqTiles == 8));
 
   static __device__ void init(Shared& shared, const AttnGradParams& p) {
     if (Dropping::kDrops) shared.philox = Dropping::key(p);

@@ -46,7 +46,7 @@ struct Jvp : ForwardConsumer<Jvp<T, kHeadDim, TileOfRow, Moves>> {
   using Work = ForwardWork;
   using KeyTile = T[kPanels][kKeys][kPanelColumns];
   using QueryTile = T[kPanels][kQueries][kPanelColumns];
-  static constexpr int kPingPong = kJvpPingPong;
+  static __device__ __forceinline__ int ping_pong() { return kJvpPingPong; }
   static constexpr bool kTailsOfCaches = false;
   static constexpr bool kClearsTail = true;
 

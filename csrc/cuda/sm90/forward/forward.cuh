@@ -13,6 +13,7 @@
 #include "cuda/host/tensor_map.h"
 #include "cuda/ptx/grid.cuh"
 #include "cuda/score/scores.cuh"
+#include "cuda/sm90/forward/forward_barriers.cuh"
 #include "cuda/sm90/forward/forward_operands.cuh"
 #include "cuda/sm90/forward/forward_output.cuh"
 #include "cuda/sm90/forward/forward_policies.cuh"
@@ -38,7 +39,8 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
   static constexpr RegisterBudget kRegisters = Operands::kRegisters;
   static constexpr int kGroups = kTile.groups, kQueries = kTile.queries(), kKeys = kTile.keys;
   static constexpr int kStages = kTile.stages, kElementBytes = sizeof(T);
-  static constexpr int kThreads = (kGroups + 1) * kGroupThreads, kWarps = kGroups * 4;
+  static constexpr int kThreads = (kTile.teams() * kGroups + 1) * kGroupThreads,
+                       kWarps = kGroups * 4;  // kWarps: a team
   static constexpr int kPanels = panels(Operands::kColumns);
   static constexpr int kScoreTiles = kKeys / 8, kOutTiles = kHeadDimV / 8, kSteps = Operands::kSteps;
   using Visibility = typename Policies::template Visibility<Forward, kGroups>;
@@ -50,19 +52,20 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
   using KeyWalk = typename Visibility::Walk;
   static constexpr bool kMasks = Policies::kMasks, kLists = Policies::kLists, kFinds = kMasks && !kLists;
   static constexpr int kMaskStages = kMasks ? kStages : 0, kFoundStages = kFinds ? kStages : 0;
-  static constexpr int kPingPong = kForwardPingPong;
   static constexpr bool kTurnsOfValues = kGroups > 2;  // with kInTurn
   static constexpr bool kClearsTail = !Operands::kZeroRows, kTailsOfCaches = Policies::kTailsOfCaches;
   static constexpr int kBiasTiles = Scores::kTileStages;
   static constexpr int kRowStages = Operands::kRowStages, kTransposers = kRowStages > 0 ? kTransposingWarps : 0;
 
+  // Warpgroups of one team share query tiles, warps of the producer warpgroup, and a Shared.
+  static constexpr int kTeams = kTile.teams(), kSharedBytes = kSharedLimit / kTeams / kPanelAlignment * kPanelAlignment;
   // Whether rows of `out` are stored by TMA, where shared memory has room for them.
   static constexpr int kOutPanels = panels(kHeadDimV), kOtherBytes = 2048;  // at most: barriers and the work
   static constexpr int kTileBytes =
       (kPanels + kOutPanels) * kQueries * 128 +
       kStages * static_cast<int>(kPanels * kKeys * 128 + sizeof(typename Operands::Values));
   static constexpr bool kStoresByTma = std::is_same_v<Chunking, NoChunks> && !Policies::kTailsOfCaches && !kFinds &&
-                                       kBiasTiles == 0 && !Scores::kIsFp8 && kTileBytes + kOtherBytes <= kSharedLimit;
+                                       kBiasTiles == 0 && !Scores::kIsFp8 && kTileBytes + kOtherBytes <= kSharedBytes;
 
   using Work = ForwardWork;
   using SeenWork = typename Chunking::Work;
@@ -100,14 +103,15 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
     MaybeArray<bool[kQueries], kMasks ? 2 : 0> poisoned;
     MaybeArray<ptx::Barrier, kBiasTiles> bias_full, bias_empty;
   };
-  static_assert(sizeof(Shared) <= kSharedLimit);
+  static_assert(sizeof(Shared) <= kSharedBytes);
   static_assert(kStages >= 2);  // the next keys are loaded before these values
 
+  // The first teams of all thread blocks have the first tiles, then the second ones.
   template <class Take, class Body>
   static __device__ __forceinline__ void each_work(const AttnParams& p, const TileGrid& grid, const Take& take,
-                                                   const Body& body) {
+                                                   const Body& body, int team = 0) {
     each_forward_work<kQueries, kKeys, Scores::kBatchesTogether, Visibility::kTakesLate>(
-        p, grid, static_cast<int>(blockIdx.x), take, body);
+        p, grid, static_cast<int>(team * gridDim.x + blockIdx.x), take, body);
   }
 
   // --- the producer thread, without intervals -----------------------------------------------------------------------
@@ -178,7 +182,7 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
 
   Shared& shared;
   const AttnParams& p;
-  const int group, warp_row;  // first of this warp's 16 rows, within the tile
+  const int team, group, warp_row;  // warp_row: first of this warp's 16 rows, within the tile
   const Score& score;
   uint32_t q_parity = 0, work_parity = 0, tail_parity = 0;
   RingPosition<kStages> k, v;
@@ -192,12 +196,19 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
   float shrink[2];                       // the factors for `out` before the next values are added
   const CUtensorMap* out_map = nullptr;  // set with kStoresByTma; nullptr: warps store their rows themselves
 
+  // group: among those of the thread block.
   __device__ Forward(Shared& shared, const AttnParams& params, const Score& score, int group)
       : shared(shared),
         p(params),
-        group(group),
-        warp_row(uniform(static_cast<int>(threadIdx.x) / 32 - 4) * 16),
+        team(kTeams == 1 ? 0 : uniform(team_of_warp(static_cast<int>(threadIdx.x) / 32))),
+        group(group - team * kGroups),
+        warp_row((uniform(static_cast<int>(threadIdx.x) / 32 - 4) - team * kWarps) * 16),
         score(score) {}
+  // Warps of the producer warpgroup belong to the teams in turn.
+  static __device__ __forceinline__ int team_of_warp(int warp) {
+    return kTeams == 1 ? 0 : warp < 4 ? warp % kTeams : (warp - 4) / kWarps;
+  }
+  __device__ __forceinline__ int ping_pong() const { return kForwardPingPong + team * kGroups; }
 
   // A step, as score policies take it, and the biases of this warp's scores in it.
   struct Step {
@@ -415,34 +426,20 @@ __device__ __forceinline__ void run_forward(const AttnParams& p, const typename 
                                             const Others&... others) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) unsigned char memory[];
-  typename Kernel::Shared& in_memory = *reinterpret_cast<typename Kernel::Shared*>(memory);
-  typename Kernel::Shared& shared = Kernel::Visibility::kUniformShared ? uniform_shared(in_memory) : in_memory;
+  auto* const teams = reinterpret_cast<typename Kernel::Shared*>(memory);
   if (threadIdx.x == 0) {
     ptx::prefetch_tensor_map(&maps.q);
     ptx::prefetch_tensor_map(&maps.k);
     ptx::prefetch_tensor_map(&maps.v);
-    ptx::barrier_init(&shared.q_full, 1);
-    ptx::barrier_init(&shared.q_empty, Kernel::kWarps);
-    for (int i = 0; i < Kernel::kStages; ++i) {
-      ptx::barrier_init(&shared.k_full[i], 1);
-      ptx::barrier_init(&shared.k_empty[i], Kernel::kWarps);
-      ptx::barrier_init(&shared.v_full[i],
-                        Kernel::kTransposers ? Kernel::kTransposers : Kernel::Visibility::kValueArrivals);
-      ptx::barrier_init(&shared.v_empty[i], Kernel::kWarps);
-      Kernel::Visibility::init_stage(shared, i);
-    }
-    for (ptx::Barrier& barrier : shared.rows_full) ptx::barrier_init(&barrier, 1);
-    for (ptx::Barrier& barrier : shared.rows_empty) ptx::barrier_init(&barrier, Kernel::kTransposers);
-    BiasTileLoader<Kernel::kBiasTiles>::template init<Kernel>(shared);
-    Kernel::Visibility::init(shared);
-    ptx::barrier_init(&shared.work_full, 1);
-    ptx::barrier_init(&shared.work_empty, Kernel::kWarps + Kernel::kTransposers);
-    ptx::barrier_init(&shared.tail_cleared, Kernel::kWarps);
+    for (int team = 0; team < Kernel::kTeams; ++team) init_barriers<Kernel>(teams[team]);
     ptx::fence_barrier_init();
   }
-  Kernel::Visibility::clear(shared);
+  for (int team = 0; team < Kernel::kTeams; ++team) Kernel::Visibility::clear(teams[team]);
   ptx::wait_for_previous_kernel();
   __syncthreads();
+  typename Kernel::Shared& in_memory = teams[Kernel::team_of_warp(static_cast<int>(threadIdx.x) / 32)];
+  constexpr bool kUniform = Kernel::Visibility::kUniformShared || Kernel::kTeams > 1;
+  typename Kernel::Shared& shared = kUniform ? uniform_shared(in_memory) : in_memory;
   // The producer warpgroup gives registers to the consumer warpgroups.
   if (threadIdx.x < kGroupThreads) {
     ptx::give_registers<Kernel::kRegisters.producer>();
@@ -485,7 +482,7 @@ void launch_forward(const AttnParams& p) {
     zero_taken(p, taken);
   }
   launch_early(forward_kernel<Kernel>, "sm90 forward", p, row_of_blocks(std::min(all, processors), "sm90 forward", p),
-               Kernel::kThreads, kSharedBytesOf<Kernel>, p, maps, grid, Kernel::Score::of(p));
+               Kernel::kThreads, Kernel::kTeams * kSharedBytesOf<Kernel>, p, maps, grid, Kernel::Score::of(p));
 }
 
 template <class T, int kHeadDim, Options kOptions, int kHeadDimV>

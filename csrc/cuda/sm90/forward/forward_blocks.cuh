@@ -16,33 +16,32 @@ namespace flashattn_ext::sm90 {
 // values.
 struct PartialValues {
   int stage;        // of the values; negative: there are no more
+  int n, row0;      // the key tile; of the query tile: Work
   int bits;         // MaskBlock::bits
-  int key0, row0;   // its first key; of the query tile: Work
   int work_parity;  // of the query tile, an index into Shared::poisoned
 };
 
-// What a lane sees of a key tile: rows g and g + 8 of its warp.
+// What a lane sees of a tile of kKeys keys: rows g and g + 8 of its warp.
+template <int kKeys>
 struct SeenKeys {
   int bits = kWholeBlock;  // MaskBlock::bits, the same in all lanes
-  RowBits<kBlockSide> rows[2];
+  RowBits<kKeys> rows[2];
 
   __device__ __forceinline__ bool is_whole() const { return bits == kWholeBlock; }
-  // row: of the lane's row g in the block. The loads overlap with what follows.
-  __device__ __forceinline__ void load(const AttnParams& p, int row) {
+  // row, key: the lane's row g and the first key, in the block. The loads overlap with what follows.
+  __device__ __forceinline__ void load(const AttnParams& p, int row, int key) {
     const PartialBlock block(p, bits);
 #pragma unroll
-    for (int r = 0; r < 2; ++r) rows[r] = block.of_row<kBlockSide>(row + 8 * r, 0);
+    for (int r = 0; r < 2; ++r) rows[r] = block.of_row<kKeys>(row + 8 * r, key);
   }
   // Scores become -inf where the row does not see the key, and NaN where the bits do not exist (PartialBlock).
-  template <int N>
-  __device__ __forceinline__ void hide(const AttnParams& p, float (&x)[N][4]) const {
-    static_assert(8 * N == kBlockSide);
+  __device__ __forceinline__ void hide(const AttnParams& p, float (&x)[kKeys / 8][4]) const {
     const bool exists = PartialBlock(p, bits).exists();
     const float hidden = exists ? -infinity() : not_a_number();
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
 #pragma unroll
-      for (int n = 0; n < N; ++n) {
+      for (int n = 0; n < kKeys / 8; ++n) {
         const uint32_t pair = (exists ? rows[r].words[n / 4] : 0) >> (2 * t());
         if (!(pair & (1u << n % 4 * 8))) x[n][2 * r] = hidden;
         if (!(pair & (2u << n % 4 * 8))) x[n][2 * r + 1] = hidden;
@@ -55,19 +54,21 @@ struct SeenKeys {
 template <class Kernel, class Maps>
 struct ListedKeyLoader {
   using Work = typename Kernel::Work;
-  static constexpr int kKeys = Kernel::kKeys;
-  static_assert(kKeys == kBlockSide && Kernel::kQueries == kBlockSide);
+  static constexpr int kKeys = Kernel::kKeys, kTiles = kTilesOfBlock<kKeys>;
+  static_assert(Kernel::kQueries == kBlockSide);
 
   typename Kernel::Shared& shared;
   const AttnParams& p;
   const Maps& maps;
   const TileGrid& grid;
+  const int team;
   RingPosition<Kernel::kStages> k, v, partial;
   uint32_t q_parity = 0, work_parity = 0;
-  int following = 0;  // in lane 0: the number of the tile to load next
+  int following = 0;  // in lane 0, once it is taken: the number of the tile to load next
+  bool has_taken = false;
 
   __device__ void load_all() {
-    Kernel::each_work(p, grid, [&](int) { return uniform(following); }, [&](Work& work, int) { load_tile(work); });
+    Kernel::each_work(p, grid, [&](int) { return following_tile(); }, [&](Work& work, int) { load_tile(work); }, team);
     publish(Work{});
     ptx::barrier_wait(&shared.v_empty[v.stage], v.parity ^ 1);
     if (lane() != 0) return;
@@ -76,35 +77,51 @@ struct ListedKeyLoader {
   }
 
  private:
-  // work.first and work.last, blocks of keys that causal and window leave, become entries.
+  // While the last tiles of a query tile are loaded, the atomic addition is under way.
+  __device__ __forceinline__ void take() {
+    if (lane() == 0) following = grid.take(static_cast<int>(gridDim.x) * Kernel::kTeams);
+    has_taken = true;
+  }
+  __device__ __forceinline__ int following_tile() {
+    if (!has_taken) take();
+    has_taken = false;
+    return uniform(following);
+  }
+
+  // work.first and work.last, key tiles that causal and window leave, become places of tiles along the run
+  // (TilesOfRun).
   __device__ __forceinline__ void load_tile(Work& work) {
-    BlockRun run = HeadBlocks(p, work.b, work.h).of_rows(work.row0 / kBlockSide);
-    if (is_bounded(p)) run = clipped(run, work.first, work.last + 1);
-    work.first = run.begin;
-    work.last = run.end - 1;
+    const BlockRun run = HeadBlocks(p, work.b, work.h).of_rows(work.row0 / kBlockSide);
+    const TilesOfRun<kKeys> tiles{run};
+    const bool bounded = is_bounded(p);
+    const int end = bounded ? tiles.template first_from<32>(work.last + 1) : run.end * kTiles;
+    work.first = bounded ? tiles.template first_from<32>(work.first) : run.begin * kTiles;
+    work.last = end - 1;
     publish(work);
-    if (work.sees_keys()) {
-      load_run(work, run);
-    } else if (lane() == 0) {
-      following = grid.take();
-    }
+    if (work.sees_keys()) load_run(work, run);
+  }
+  // The key tile at a place, as consumers get it: MaskBlock::block is its number. Nothing has checked that the block
+  // exists.
+  __device__ __forceinline__ MaskBlock tile_at(const BlockRun& run, int place) const {
+    const MaskBlock block = run.at(place / kTiles);
+    const int last = static_cast<int>(mask_blocks(p.seqlen_k)) - 1;
+    return {max(min(block.block, last), 0) * kTiles + place % kTiles, block.bits};
   }
   __device__ __forceinline__ void load_run(const Work& work, const BlockRun& run) {
     const int hk = work.h / (static_cast<int>(p.heads_q) / static_cast<int>(p.heads_k));
-    MaskBlock block = run.at(run.end - 1), before{};
+    MaskBlock tile = tile_at(run, work.last), before{};
 #pragma unroll 1
-    for (int i = run.end - 1; i >= run.begin; --i) {
-      const MaskBlock next = run.at(max(i - 1, run.begin));
-      // The atomic addition is under way while the last tiles are loaded.
-      if (i - run.begin == min(kKeyTilesAhead, run.end - run.begin) - 1 && lane() == 0) following = grid.take();
-      load_keys(work, block, hk);
-      if (i == run.end - 1) {
+    for (int place = work.last; place >= work.first; --place) {
+      const MaskBlock next = tile_at(run, max(place - 1, work.first));
+      if (!has_taken && place - work.first < kKeyTilesAhead) take();
+      load_keys(work, tile, hk);
+      if (place == work.last) {
         load_queries(work);
       } else {
         load_values(work, before, hk);
       }
-      before = block;
-      block = next;
+      before = tile;
+      tile = next;
     }
     load_values(work, before, hk);
   }
@@ -121,27 +138,28 @@ struct ListedKeyLoader {
     if (lane() == 0) load_panels(shared.q, shared.q_full, maps.q, work.row0, work.h, work.b);
     q_parity ^= 1;
   }
-  __device__ __forceinline__ void load_keys(const Work& work, const MaskBlock& block, int hk) {
+  __device__ __forceinline__ void load_keys(const Work& work, const MaskBlock& tile, int hk) {
     ptx::barrier_wait(&shared.k_empty[k.stage], k.parity ^ 1);
     if (lane() == 0) {
-      shared.key_tiles[k.stage] = block;
-      load_panels(shared.k[k.stage], shared.k_full[k.stage], maps.k, block.block * kKeys, hk, work.b);
+      shared.key_tiles[k.stage] = tile;
+      load_panels(shared.k[k.stage], shared.k_full[k.stage], maps.k, tile.block * kKeys, hk, work.b);
     }
     k.advance();
   }
-  __device__ __forceinline__ void load_values(const Work& work, const MaskBlock& block, int hk) {
+  __device__ __forceinline__ void load_values(const Work& work, const MaskBlock& tile, int hk) {
     ptx::barrier_wait(&shared.v_empty[v.stage], v.parity ^ 1);
-    const bool whole = block.is_whole();
+    const bool whole = tile.is_whole();
     if (lane() == 0) {
       if (!whole) {
         // The values of the partial block that had this slot before were released before those of this one.
-        shared.partial_tiles[partial.stage] = {v.stage, block.bits, block.block * kKeys, work.row0,
+        shared.partial_tiles[partial.stage] = {v.stage, tile.block, work.row0, tile.bits,
                                                static_cast<int>(work_parity ^ 1)};
       }
       // The values of a whole block are not inspected: this warp arrives in place of the inspecting warps.
       load_panels(shared.v[v.stage], whole ? shared.v_full[v.stage] : shared.v_arrived[partial.stage], maps.v,
-                  block.block * kKeys, hk, work.b);
-      if (whole) ptx::barrier_arrive(&shared.v_full[v.stage], kValueInspectors - 1);
+                  tile.block * kKeys, hk, work.b);
+      constexpr int kOthers = Kernel::Visibility::kValueArrivals - 1;
+      if (kOthers > 0 && whole) ptx::barrier_arrive(&shared.v_full[v.stage], kOthers);
     }
     v.advance();
     if (!whole) partial.advance();
@@ -153,12 +171,12 @@ template <class Kernel>
 __device__ __forceinline__ void inspect_listed_values(typename Kernel::Shared& shared, const AttnParams& p, int warp) {
   inspect_values<Kernel>(shared, warp, [&](const PartialValues& tile, const auto&, int i, const auto& visit) {
     const PartialBlock block(p, tile.bits);
-    const int key = tile.key0 + i;
+    const int key = tile.n * Kernel::kKeys + i, column = place_in_block<Kernel::kKeys>(tile.n) + i;
     const Limits rows = Mask32(p, p.seqlen_q, p.seqlen_k).rows_of(key, key + 1);
     const int end = min(rows.end - tile.row0, kBlockSide);
 #pragma unroll 1
     for (int row = max(rows.begin - tile.row0, 0); row < end; ++row) {
-      if (block.sees(row, i)) visit(row);
+      if (block.sees(row, column)) visit(row);
     }
   });
 }

@@ -301,16 +301,16 @@ struct FoundKeyLoader {
 // rows of the query tile that see key i of the tile, which is at this place of the ring of partial tiles.
 template <class Kernel, class EachRow>
 __device__ __forceinline__ void inspect_values(typename Kernel::Shared& shared, int warp, const EachRow& each_row) {
+  constexpr int kInspectors = Kernel::Visibility::kValueArrivals;
   for (RingPosition<Kernel::kStages> at;; at.advance()) {
     const auto& tile = shared.partial_tiles[at.stage];
     ptx::barrier_wait(&shared.v_arrived[at.stage], at.parity);
     const int stage = tile.stage;
     if (stage < 0) return;
-    const bool found =
-        Kernel::Operands::template isolate<kValueInspectors>(shared.v[stage], warp, [&](int i, bool finite) {
-          if (finite) return;
-          each_row(tile, at, i, [&](int row) { shared.poisoned[tile.work_parity][row] = true; });
-        });
+    const bool found = Kernel::Operands::template isolate<kInspectors>(shared.v[stage], warp, [&](int i, bool finite) {
+      if (finite) return;
+      each_row(tile, at, i, [&](int row) { shared.poisoned[tile.work_parity][row] = true; });
+    });
     if (found) ptx::fence_async_shared();
     __syncwarp();
     release(shared.v_full[stage]);

@@ -80,8 +80,9 @@ struct ForwardOperands {
   using Element = T;
   using Values = T[panels(kHeadDimV)][kKeys][kPanelColumns];
   static constexpr int kColumns = kHeadDim, kSteps = kKeys / 16;
-  static constexpr RegisterBudget kRegisters = register_budget(TileOfRow::kTile.groups);
-  static constexpr bool kZeroRows = false, kDefersRescaling = false, kInTurn = false, kPrepares = false;
+  static constexpr RegisterBudget kRegisters = register_budget(TileOfRow::kTile.groups * TileOfRow::kTile.teams());
+  static constexpr bool kZeroRows = false, kDefersRescaling = false, kPrepares = false;
+  static constexpr bool kInTurn = TileOfRow::kTile.order == ForwardOrder::kInTurn;
   static constexpr int kRowStages = 0;
   static constexpr bool kComparesThree = false;
   static constexpr float kTolerance = flashattn_ext::kTolerance;
@@ -112,6 +113,12 @@ struct ForwardOperands {
   }
   static __device__ __forceinline__ void hold(float (&out)[kOutTiles][4]) { ptx::hold(out); }
   static __device__ __forceinline__ void add(float (&)[kOutTiles][4]) {}
+  static __device__ __forceinline__ void add_product(float (&out)[kOutTiles][4], const uint32_t (&weights)[kSteps][4],
+                                                     const Values& values) {
+    accumulate(out, weights, values);
+    ptx::wgmma_wait<0>();
+    hold(out);
+  }
 };
 
 // e4m3. Tiles of q and k are tiles of pairs. The product with values needs keys that are contiguous: a kernel before

@@ -199,16 +199,16 @@ struct IntervalVisibility {
   }
 };
 
-// A BlockMask: the key tiles of a query tile are the entries of a run (forward_blocks.cuh).
+// A BlockMask: the key tiles of a query tile are those of a run of blocks (forward_blocks.cuh).
 template <class Kernel>
 struct BlockVisibility {
   struct Walk {
     int n = 0;  // known from `begin` on
     int left;   // tiles after this one
-    SeenKeys seen;
+    SeenKeys<Kernel::kKeys> seen;
   };
   static constexpr bool kTakesLate = true, kResumes = false, kUniformShared = false;
-  static constexpr int kValueArrivals = kValueInspectors;
+  static constexpr int kValueArrivals = kValueInspectors / Kernel::kTeams;
 
   template <class Shared>
   static __device__ __forceinline__ void init_stage(Shared& shared, int i) {
@@ -225,10 +225,10 @@ struct BlockVisibility {
   static __device__ __forceinline__ void load(typename Derived::Shared& shared, const AttnParams& p, const Maps& maps,
                                               const TileGrid& grid) {
     const int warp = uniform(static_cast<int>(threadIdx.x) / 32);
-    if (warp == 0) {
-      ListedKeyLoader<Derived, Maps>{shared, p, maps, grid}.load_all();
+    if (warp < Kernel::kTeams) {
+      ListedKeyLoader<Derived, Maps>{shared, p, maps, grid, warp}.load_all();
     } else if (warp > 1) {
-      inspect_listed_values<Derived>(shared, p, warp - 2);
+      inspect_listed_values<Derived>(shared, p, (warp - 2) / Kernel::kTeams);
     }
   }
 
@@ -245,11 +245,12 @@ struct BlockVisibility {
   // Which tile it is matters only once its scores are known.
   template <class Work>
   static __device__ __forceinline__ void begin(Kernel& kernel, const Work&, Walk& walk) {
-    MaskBlock block{};
-    if (threadIdx.x % 32 == 0) block = kernel.shared.key_tiles[kernel.k.stage];
-    walk.n = uniform(block.block);
-    walk.seen.bits = uniform(block.bits);
-    if (!walk.seen.is_whole()) walk.seen.load(kernel.p, kernel.warp_row + g());
+    MaskBlock tile{};
+    if (threadIdx.x % 32 == 0) tile = kernel.shared.key_tiles[kernel.k.stage];
+    walk.n = uniform(tile.block);
+    walk.seen.bits = uniform(tile.bits);
+    if (walk.seen.is_whole()) return;
+    walk.seen.load(kernel.p, kernel.warp_row + g(), place_in_block<Kernel::kKeys>(walk.n));
   }
   static __device__ __forceinline__ bool is_last(const Walk& walk) { return walk.left == 0; }
   static __device__ __forceinline__ bool has_next(Kernel&, const Walk& walk) { return walk.left > 0; }

@@ -1,10 +1,10 @@
-// The visibility policy of the Hopper backward with a BlockMask (rules/block_mask.h): the query tiles of a key tile, which
-// has the keys of one block, are those of the entries of a run, in each query head. Only the loading warp reads the
-// lists. It describes each step in shared memory, and the other warps count steps.
+// The visibility policy of the Hopper backward with a BlockMask (rules/block_mask.h): the query tiles of a key tile,
+// which has the keys of one block, are those of the entries of a run, in each query head. Only the loading warp reads
+// the lists. It describes each step in shared memory, and the other warps count steps.
 //
-// Inspector warps replace non-finite values by zeros, as with a Mask (backward_visibility.cuh), but only those of partial
-// blocks. The copies of such a step, or of the keys and values of such a key tile, arrive at a barrier of their own. When
-// the inspectors are done, they arrive at the barrier of the stage, in place of the copies.
+// Inspector warps replace non-finite values by zeros, as with a Mask (backward_visibility.cuh), but only those of
+// partial blocks. The copies of such a step, or of the keys and values of such a key tile, arrive at a barrier of their
+// own. When the inspectors are done, they arrive at the barrier of the stage, in place of the copies.
 #pragma once
 
 #include "cuda/score/isolation.cuh"
@@ -24,8 +24,8 @@ struct alignas(16) ListedStep {
 
 // What Shared::has_marks says of a step, as bits.
 enum StepMarks : int {
-  kMarkedRows = 1,    // rows have marks (cuda/score/large_rows.cuh)
-  kHiddenPairs = 2,   // causal, the window or the BlockMask may hide pairs
+  kMarkedRows = 1,   // rows have marks (cuda/score/large_rows.cuh)
+  kHiddenPairs = 2,  // causal, the window or the BlockMask may hide pairs
 };
 
 // A stage that the inspectors inspect.
@@ -48,8 +48,7 @@ struct ListedWalk {
   static constexpr int h = 0, m = 0;  // those of a step are in ListedStep
   int left;                           // steps left, including this one
 
-  __device__ __forceinline__ ListedWalk(const AttnGradParams&, const BackwardWork& work, int)
-      : left(steps(work, 1)) {}
+  __device__ __forceinline__ ListedWalk(const AttnGradParams&, const BackwardWork& work, int) : left(steps(work, 1)) {}
   static __device__ __forceinline__ int steps(const BackwardWork& work, int) { return uniform(work.tiles); }
   __device__ __forceinline__ void advance() { --left; }
 };
@@ -118,9 +117,9 @@ struct BlockQueries : ArithmeticQueries {
   static constexpr bool kLists = true;
   template <int kStages>
   using Loads = ListedLoads<kStages>;
-  static constexpr int kInspectors = 2;                // the last warps of the producer warpgroup
-  static constexpr int kKeyArrivals = kInspectors;     // at k_full of a stage
-  static constexpr int kCopiedArrivals = 2 + 32;       // at ListedSteps::arrived: two copies, and the loading warp
+  static constexpr int kInspectors = 2;             // the last warps of the producer warpgroup
+  static constexpr int kKeyArrivals = kInspectors;  // at k_full of a stage
+  static constexpr int kCopiedArrivals = 2 + 32;    // at ListedSteps::arrived: two copies, and the loading warp
   template <class Kernel>
   static constexpr int kTilesOfEntry = kTilesOfBlock<Kernel::kQueries>;
 
@@ -221,8 +220,8 @@ struct BlockQueries : ArithmeticQueries {
     const BlockRun run = HeadBlocks(p, work.b, h).of_rows(block);
     const int row = block * kBlockSide;
     const Limits keys = work.mask(p).keys_of(row, min(row + kBlockSide, work.length_q));
-    const int first = is_bounded(p) ? first_of_warp(run, keys.begin / kBlockSide) : run.begin;
-    return first_of_warp(run, work.n) - first;
+    const int first = is_bounded(p) ? run.first_from<32>(keys.begin / kBlockSide) : run.begin;
+    return run.first_from<32>(work.n) - first;
   }
 
   // Waits for a free slot of the ring of inspections.

@@ -202,8 +202,8 @@ struct BackwardLoader {
     for (Walk now(p, work, heads); now.left > 0; now.advance()) load_queries(work, now, batch);
   }
 
-  // Loads lse and delta of the rows of query tile m, and returns whether this lane has loaded a mark. Rows after the last
-  // of the sequence get an lse of +inf, which makes their weights 0 for any score.
+  // Loads lse and delta of the rows of query tile m, and returns whether this lane has loaded a mark. Rows after the
+  // last of the sequence get an lse of +inf, which makes their weights 0 for any score.
   __device__ __forceinline__ bool load_statistics(const BackwardWork& work, int h, int m) {
     const int stage = queries.stage, row = query_start + m * kQueries, rows = work.length_q - m * kQueries;
     const int64_t index = h * workspace.rows + (p.is_varlen() ? 0 : work.b * p.seqlen_q) + row;

@@ -113,12 +113,14 @@ class KeyGradientTurns {
       return work.mask(kernel.p);
     };
     Kernel::Scores::weigh(kernel.weights, scores, kernel.workspace.score, shared.lse[kernel.queries.stage],
-                          is_rare(kernel, is_masked_step<Kernel>(unmasked, now)), prepare, row0, work.key0 + kernel.warp_key);
+                          is_rare(kernel, is_masked_step<Kernel>(unmasked, now)), prepare, row0,
+                          work.key0 + kernel.warp_key);
   }
   // dP^T becomes dS^T.
   __device__ __forceinline__ void differentiate(Products& dscores, const Walk& now, const Limits& unmasked) {
     ptx::hold(dscores);
-    if constexpr (Kernel::Visibility::kLists) return kernel.gradients.differentiate(kernel, dscores, Nothing{}, now, false);
+    if constexpr (Kernel::Visibility::kLists)
+      return kernel.gradients.differentiate(kernel, dscores, Nothing{}, now, false);
     Kernel::Scores::differentiate(dscores, kernel.weights, kernel.workspace.score, shared.delta[kernel.queries.stage],
                                   is_rare(kernel, is_masked_step<Kernel>(unmasked, now)),
                                   [&] { clear_rows_of_step(kernel, dscores); });

@@ -88,8 +88,8 @@ struct DqAdder {
     }
   }
 
-  // With a BlockMask (backward_blocks.cuh) it is known which step a part belongs to once the part has come. The warp waits
-  // for the order then.
+  // With a BlockMask (backward_blocks.cuh) it is known which step a part belongs to once the part has come. The warp
+  // waits for the order then.
   __device__ __forceinline__ void add_listed_steps(const BackwardWork& work) {
     for (int left = uniform(work.tiles); left > 0; --left, step = (step + 1) % kStepsKept) {
       const ListedStep& now = shared.listed[0].added[step];

@@ -2,7 +2,7 @@
 // queries and of the rings of keys and values. ForwardConsumer is a base class of the kernel's object, which has
 // `shared`, `p`, `group`, q_parity, tail_parity and its places `k` and `v` in the rings, and
 //   kGroups, kKeys            of its tile
-//   kPingPong                 the first of kGroups named barriers
+//   ping_pong()               the first of kGroups named barriers
 //   kClearsTail               whether the rows behind a packed sequence have to be zeroed in tiles of values
 //   kTailsOfCaches            whether other sequences have such rows too
 //   clear_values(rows, thread, threads)
@@ -23,10 +23,10 @@ template <class Kernel>
 struct ForwardConsumer {
   // Ping-pong: warpgroups issue products one after another, and each one then signals the next.
   __device__ __forceinline__ void await_phase() const {
-    ptx::named_barrier_sync(Kernel::kPingPong + self().group, 2 * kGroupThreads);
+    ptx::named_barrier_sync(self().ping_pong() + self().group, 2 * kGroupThreads);
   }
   __device__ __forceinline__ void pass_phase(int from) const {
-    ptx::named_barrier_arrive(Kernel::kPingPong + (from + 1) % Kernel::kGroups, 2 * kGroupThreads);
+    ptx::named_barrier_arrive(self().ping_pong() + (from + 1) % Kernel::kGroups, 2 * kGroupThreads);
   }
 
   __device__ __forceinline__ void end_keys(bool last_of_tile) {
