@@ -90,7 +90,7 @@ struct GroupedGradients : PlainGradients<Scores> {
 };
 
 // The arithmetic between the products of the backward, for calls with options of a score, ALiBi or a relative bias: the
-// counterpart of PackedScores (cuda/score/scores.cuh). The options of a call are runtime values. Each is a separate
+// counterpart of PackedScores (packed_scores.cuh). The options of a call are runtime values. Each is a separate
 // in-place pass over a lane's scores, behind a warp-uniform branch.
 template <class T, int kQueries>
 struct PackedDistanceScores {

@@ -1,0 +1,145 @@
+// The arithmetic between the products of the Hopper backwards, whose scores are transposed (cuda/score/scores.cuh).
+#pragma once
+
+#include "cuda/score/scores.cuh"
+
+namespace flashattn_ext {
+
+// Weights and dS of one 16-key tile, with weights packed into 16 bits: packed, they are operands of the product for dv
+// and take half the registers. `weigh` and `differentiate` are separate, because products run in between; stored scores
+// are not kept from one to the other.
+template <class T, int kQueries, bool kDropout>
+struct PackedScores {
+  using Core = TensorCore<T>;
+  static constexpr int kTiles = kQueries / 8, kSteps = kQueries / 16;
+  using Scores = float[kTiles][4];
+  using Packed = uint32_t[kSteps][4];  // the sign marks weights that dropout drops
+
+  // Queries that see all of `keys` keys. After the last query of a dense call come zeros, which need no mask.
+  static __device__ __forceinline__ Limits unmasked_queries(const AttnParams& p, const Mask32& mask, int key0,
+                                                            int keys) {
+    Limits queries = mask.rows_of_all(key0, key0 + keys);
+    if (queries.end == mask.seqlen_q && !p.is_varlen()) queries.end += kQueries;
+    return queries;
+  }
+  static __device__ __forceinline__ bool is_masked(const Limits& unmasked, int row0) {
+    return row0 < unmasked.begin || row0 + kQueries > unmasked.end;
+  }
+
+  // Products become weights, without dropout. lse: of all queries. row0: the first query; key: the first of the tile.
+  // rare: whether the scores are masked, or rows have marks (large_rows.cuh). Then it calls prepare(), which may change
+  // the products, and returns the mask.
+  template <class Score, class Prepare>
+  static __device__ __forceinline__ void weigh(Packed& weights, const Scores& products, const Score& score,
+                                               const float (&lse)[kQueries], bool rare, const Prepare& prepare,
+                                               int row0, int key) {
+    weigh_seen(weights, products, score, lse, rare, [&] { return SeenBy<1>(prepare(), row0 + 2 * t(), key + g()); });
+  }
+  // The same with see(), which may change the products, and returns which queries see the lane's keys: SeenBy, or
+  // SeenQueries (block_mask.cuh).
+  template <class Score, class See>
+  static __device__ __forceinline__ void weigh_seen(Packed& weights, const Scores& products, const Score& score,
+                                                    const float (&lse)[kQueries], bool rare, const See& see) {
+    if (!rare) return weigh_part<false>(weights, products, score, lse, SeenBy<1>{});
+    weigh_part<true>(weights, products, score, lse, see());
+  }
+
+  // The dropout mask of a step for the four warps of a warpgroup, which draw it together (Dropout::transposed_warps),
+  // and what one of them draws: every fourth step, from its number on.
+  using Kept = uint32_t[kSteps][32];
+  using Drawn = uint32_t[(kSteps + 3) / 4];
+
+  // key: the first of the warpgroup's 64. row0: the first of the queries.
+  static __device__ __forceinline__ void draw(Drawn& drawn, const Dropout& dropout, const Origin& origin, int h,
+                                              int key, int row0) {
+    static_assert(kSteps % 4 == 0);
+    const int warp = uniform(static_cast<int>(threadIdx.x) / 32 % 4);
+#pragma unroll
+    for (int i = 0; i < kSteps / 4; ++i) {
+      drawn[i] = dropout.transposed_warps(origin, h, key, row0 + (4 * i + warp) * 16);
+      asm volatile("" : "+r"(drawn[i]));  // drawn here, not where it is used
+    }
+  }
+  static __device__ __forceinline__ void publish(Kept& kept, const Drawn& drawn) {
+#pragma unroll
+    for (int i = 0; i < kSteps / 4; ++i) kept[4 * i + threadIdx.x / 32 % 4][threadIdx.x % 32] = drawn[i];
+  }
+  // Sets the sign of dropped weights. warp: of the warpgroup's four.
+  static __device__ __forceinline__ void drop(Packed& weights, const Kept& kept, int warp) {
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      const uint32_t even = kept[step][threadIdx.x % 32] << warp, odd = even << 4;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {  // register i: queries 8 * (i / 2), keys 8 * (i % 2)
+        const int byte = i / 2 + i % 2 * 2;
+        weights[step][i] |= ~ptx::permute_bytes(even, odd, 0x4000 + 0x1010 * byte) & 0x80008000u;
+      }
+    }
+  }
+  // The weights that dropout leaves.
+  static __device__ __forceinline__ void keep(Packed& kept, const Packed& weights) {
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) kept[step][i] = Core::not_negative(weights[step][i]);
+    }
+  }
+
+  // dP becomes dS. delta: of all queries. rare: as in weigh; then it calls prepare(), which may change dP.
+  template <class Score, class Prepare>
+  static __device__ __forceinline__ void differentiate(Scores& dscores, const Packed& weights, const Score& score,
+                                                       const float (&delta)[kQueries], bool rare,
+                                                       const Prepare& prepare) {
+    static_assert(Score::kConstantSlope, "stored scores have to be kept for the slope");
+    if (!rare) return differentiate_part<false>(dscores, weights, score, delta);
+    prepare();
+    differentiate_part<true>(dscores, weights, score, delta);
+  }
+
+ private:
+  template <bool kMasked, class Score, class Seen>
+  static __device__ __forceinline__ void weigh_part(Packed& weights, const Scores& products, const Score& score,
+                                                    const float (&lse)[kQueries], const Seen& seen_by) {
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+      const float2 row_lse = *reinterpret_cast<const float2*>(&lse[n * 8 + 2 * t()]);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        float x[2];
+#pragma unroll
+        for (int odd = 0; odd < 2; ++odd) {
+          x[odd] = weight_of(score, score.stored(products[n][2 * r + odd]), odd ? row_lse.y : row_lse.x);
+          if (kMasked && !seen_by.includes(0, r, n * 8 + odd)) x[odd] = 0;
+        }
+        weights[n / 2][n % 2 * 2 + r] = Core::pack(x[0], x[1]);
+      }
+    }
+  }
+  template <bool kMasked, class Score>
+  static __device__ __forceinline__ void differentiate_part(Scores& dscores, const Packed& weights, const Score& score,
+                                                            const float (&delta)[kQueries]) {
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+      const float2 row_delta = *reinterpret_cast<const float2*>(&delta[n * 8 + 2 * t()]);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float2 pair = Core::unpack(weights[n / 2][n % 2 * 2 + r]);
+#pragma unroll
+        for (int odd = 0; odd < 2; ++odd) {
+          const float weight = odd ? pair.y : pair.x;
+          float& x = dscores[n][2 * r + odd];
+          const float row = odd ? row_delta.y : row_delta.x;
+          if constexpr (kDropout) {
+            // gradient_of without a comparison for each score, which takes twice as long as a sum.
+            x = score.times_slope(fmaf(fmaxf(weight, 0.f), x, -fabsf(weight) * row), 0.f);
+          } else {
+            x = gradient_of(score, 0.f, weight, x, row);
+          }
+          if (kMasked && weight == 0) x = 0;  // even if dP is not finite
+        }
+      }
+    }
+  }
+};
+
+}  // namespace flashattn_ext
