@@ -181,13 +181,13 @@ def test_hopper_compiles_the_kernels_of_sm80_that_its_dispatch_picks() -> None:
 
 
 def test_gradients_of_one_class_have_one_layout() -> None:
-    """sm80::tile_of_class() takes the first row of a class."""
+    """One kernel for each class finishes dq, whichever kernel has summed it up: warps, queries and thread blocks are the same."""
     for array in ("kSm80Backward", "kSm80Second"):
-        tiles = collections.defaultdict(set)
+        layouts = collections.defaultdict(set)
         for row in ROWS:
             if row.array == array:
-                tiles[row.dtypes, row.head_dim].add(row.tiles)
-        assert tiles and all(len(its) == 1 for its in tiles.values())
+                layouts[row.dtypes, row.head_dim].add(tuple((tile[0], tile[2], tile[5]) for tile in row.tiles))
+        assert layouts and all(len(its) == 1 for its in layouts.values())
 
 
 def test_every_row_says_what_chose_its_tile() -> None:

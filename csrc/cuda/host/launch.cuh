@@ -48,6 +48,20 @@ inline cudaError_t allow_shared_memory(const void* kernel, int bytes) {
   return error;
 }
 
+// How many thread blocks of a kernel the current device runs at a time. The answer of the runtime is kept, as above.
+template <class Params, class... Arguments>
+int64_t resident_blocks(void (*kernel)(const Params, Arguments...), const char* name, const AttnParams& p, int threads,
+                        int shared_bytes) {
+  thread_local std::map<std::pair<int, const void*>, int> known;
+  const void* const address = reinterpret_cast<const void*>(kernel);
+  const auto [at, is_new] = known.try_emplace({current_device(), address}, 0);
+  if (is_new) {
+    check_launch(allow_shared_memory(address, shared_bytes), name, p);
+    check_launch(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&at->second, kernel, threads, shared_bytes), name, p);
+  }
+  return std::max(1, at->second) * static_cast<int64_t>(multiprocessors());
+}
+
 // Whether a kernel may start before the previous kernel of the stream has ended (programmatic dependent launch): it
 // must have been compiled to the instructions of ptx/grid.cuh, and a Hopper GPU may also run code that was compiled for
 // an older architecture. Such kernels are resident on a multiprocessor together, so all of them set the same shared

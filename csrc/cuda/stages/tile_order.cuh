@@ -121,13 +121,16 @@ inline TileOrder backward_order(const AttnGradParams& p, int64_t blocks, int64_t
                                 int64_t at_least = 1) {
   constexpr int64_t kDeterministicBytes = 24 << 20;
   const int64_t head_bytes = group_bytes(p, element_bytes), heads = p.batch * p.heads_k;
-  const bool grouped = p.group_size() > 1;
-  int64_t section = section_heads(p, heads, head_bytes, p.deterministic && at_least > 1 ? 2 * at_least : at_least);
+  const bool grouped = p.group_size() > 1, is_persistent = at_least > 1;
+  // A section of fewer tiles than are computed at a time would leave the long tiles of the next one without short tiles
+  // beside them: on an H200 2 x 4096 causal with 32:8 heads took 1.41 times the time at D = 64, at D = 128 1.2 times.
+  if (!is_persistent && !p.deterministic) at_least = std::max<int64_t>(1, (at_once + blocks / 2) / blocks);
+  int64_t section = section_heads(p, heads, head_bytes, p.deterministic && is_persistent ? 2 * at_least : at_least);
   int last = 0;
   if (p.deterministic) {
     const int64_t apart = tile_count(at_once, blocks), cached = kDeterministicBytes / std::max<int64_t>(1, head_bytes);
     section = std::max(section, std::min(heads, std::max(apart, std::min(2 * apart, cached))));
-  } else if (at_least > 1 || blocks >= 64) {
+  } else if (is_persistent || blocks >= 64) {
     last = last_tiles(p, blocks, heads, 2) / (grouped ? 2 : 1);
     if (last > 0) section = section_heads(p, heads, 4 * head_bytes, grouped ? 4 : 1);
   }

@@ -106,60 +106,64 @@ inline constexpr KernelRow<sm80::ForwardTile> kSm80Forward[] = {
     {kBf16,  512, kFp8General, kEveryGpu,  kMaySpill, {{2, 1, 32, 2}}},
 };
 
-// Tiles: {warps, keys, queries, warps along the keys of the scores, warps along the keys of dk and dv, thread blocks
-// along the columns, stages of queries}, for 227 and for 99 KB of shared memory: the GPU chooses, not speed. The
-// sums of dq have the layout of the tile, so all rows of one element size and class have the same tiles.
+// Tiles: {warps, keys, queries, warps along the keys of the scores, warps along the keys of dk and dv, thread blocks along the columns, stages of
+// queries[, whether scores are swizzled]}, for 227, 163 and 99 KB of shared memory: the GPU chooses, not speed. Of less than 227 KB figures are of an
+// H200 with as many thread blocks on a multiprocessor as those GPUs have. dq has the layout of a tile: those of one class, element size and memory
+// have the same warps, queries and thread blocks.
 inline constexpr KernelRow<sm80::BackwardTile> kSm80Backward[] = {
-    // 199 / 188; class 64: 0.72 of that; no other tile was timed
-    {k16Bit, 32,  kPlain,     kOtherGpus, 0,         {{4, 128, 32, 4, 4, 1, 2}, {4, 128, 32, 4, 4, 1, 2}}},
+    // 259 / 241; 32 queries: 199 / 186; 64: 240 / 222
+    {k16Bit, 32,  kPlain,     kOtherGpus, 0,         {{4, 128, 128, 4, 4, 1, 1}, {4, 128, 128, 4, 4, 1, 1}, {4, 64, 128, 4, 4, 1, 1}}},
+    // 306 / 287, 163 KB 301 / 284, 99 KB 224 / 217; 32 queries: 277 / 260, 8 warps of 64 queries: 220 / 207 in 99 KB
+    {k16Bit, 64,  kPlain,     kOtherGpus, 8,         {{4, 128, 64, 4, 4, 1, 2}, {4, 128, 64, 4, 4, 1, 1}, {4, 64, 64, 4, 4, 1, 1}}},
+    // 264 / 248, 99 KB 201 / 194; 64 keys in two thread blocks: 265 / 248, in 99 KB 188 / 184
+    {k16Bit, 96,  kPlain,     kOtherGpus, kMaySpill, {{8, 128, 64, 4, 4, 1, 2}, {8, 128, 64, 4, 4, 1, 2}, {6, 96, 64, 3, 3, 1, 1}}},
+    // 293 / 277, 163 KB 292 / 278, 99 KB 226 / 218; 64 keys in two thread blocks: 272 / 258; 64 x 64: 188 / 184
+    {k16Bit, 128, kPlain,     kOtherGpus, 0,         {{8, 128, 64, 4, 4, 1, 2}, {8, 128, 64, 4, 2, 1, 2, true}, {8, 128, 32, 8, 8, 1, 1}}},
+    // 241 / 233, 99 KB 170 / 177; 48 keys in 99 KB: 133 / 134
+    {k16Bit, 144, kPlain,     kOtherGpus, kMaySpill, {{6, 96, 64, 3, 2, 1, 2}, {6, 96, 64, 3, 2, 1, 2}, {6, 96, 32, 3, 2, 1, 1}}},
+    // 228 / 219, 163 KB 218 / 210, 99 KB 155 / 156; 96 keys: 210 / 216; 4 warps in 99 KB: 135 / 138
+    {k16Bit, 192, kPlain,     kOtherGpus, kMaySpill, {{8, 64, 64, 4, 2, 1, 2}, {8, 64, 64, 4, 2, 1, 2, true}, {8, 64, 32, 4, 2, 1, 1}}},
+    // 237 / 227, 163 KB 216 / 215, 99 KB 128 / 127; 32 queries in 163 KB: 204 / 196
+    {k16Bit, 256, kPlain,     kOtherGpus, kMaySpill, {{8, 64, 64, 4, 2, 1, 2}, {8, 64, 64, 4, 2, 1, 1}, {4, 32, 32, 2, 1, 1, 1}}},
+    // the tiles of the plain rows of their classes; kGeneral at 128 in 163 KB has room for one stage:
+    {k16Bit, 64,  kDropout,   kOtherGpus, 76,        {{4, 128, 64, 4, 4, 1, 2}, {4, 128, 64, 4, 4, 1, 1}, {4, 64, 64, 4, 4, 1, 1}}},
+    {k16Bit, 96,  kDropout,   kOtherGpus, kMaySpill, {{8, 128, 64, 4, 4, 1, 2}, {8, 128, 64, 4, 4, 1, 2}, {6, 96, 64, 3, 3, 1, 1}}},
+    {k16Bit, 128, kDropout,   kOtherGpus, 8,         {{8, 128, 64, 4, 4, 1, 2}, {8, 128, 64, 4, 2, 1, 2, true}, {8, 128, 32, 8, 8, 1, 1}}},
+    {k16Bit, 144, kDropout,   kOtherGpus, kMaySpill, {{6, 96, 64, 3, 2, 1, 2}, {6, 96, 64, 3, 2, 1, 2}, {6, 96, 32, 3, 2, 1, 1}}},
+    {k16Bit, 192, kDropout,   kOtherGpus, kMaySpill, {{8, 64, 64, 4, 2, 1, 2}, {8, 64, 64, 4, 2, 1, 2, true}, {8, 64, 32, 4, 2, 1, 1}}},
+    {k16Bit, 256, kDropout,   kOtherGpus, kMaySpill, {{8, 64, 64, 4, 2, 1, 2}, {8, 64, 64, 4, 2, 1, 1}, {4, 32, 32, 2, 1, 1, 1}}},
+    {k16Bit, 64,  kMasks,     kOtherGpus, kMaySpill, {{4, 128, 64, 4, 4, 1, 2}, {4, 128, 64, 4, 4, 1, 1}, {4, 64, 64, 4, 4, 1, 1}}},
+    {k16Bit, 128, kMasks,     kOtherGpus, kMaySpill, {{8, 128, 64, 4, 4, 1, 2}, {8, 128, 64, 4, 2, 1, 2, true}, {8, 128, 32, 8, 8, 1, 1}}},
+    {k16Bit, 256, kMasks,     kEveryGpu,  kMaySpill, {{8, 64, 64, 4, 2, 1, 2}, {8, 64, 64, 4, 2, 1, 1}, {4, 32, 32, 2, 1, 1, 1}}},
+    {k16Bit, 64,  kGeneral,   kEveryGpu,  kMaySpill, {{4, 128, 64, 4, 4, 1, 2}, {4, 128, 64, 4, 4, 1, 1}, {4, 64, 64, 4, 4, 1, 1}}},
+    {k16Bit, 128, kGeneral,   kEveryGpu,  kMaySpill, {{8, 128, 64, 4, 4, 1, 2}, {8, 128, 64, 4, 2, 1, 1, true}, {8, 128, 32, 8, 8, 1, 1}}},
+    {k16Bit, 256, kGeneral,   kEveryGpu,  kMaySpill, {{8, 64, 64, 4, 2, 1, 2}, {8, 64, 64, 4, 2, 1, 1}, {4, 32, 32, 2, 1, 1, 1}}},
+    {k16Bit, 384, kPlain,     kOtherGpus, kMaySpill, {{8, 64, 32, 4, 2, 2, 2}, {8, 64, 32, 4, 2, 2, 1}, {2, 32, 16, 2, 2, 3, 1}}},
+    {k16Bit, 512, kPlain,     kOtherGpus, kMaySpill, {{8, 64, 32, 4, 2, 2, 1}, {4, 32, 32, 2, 1, 2, 1}, {1, 16, 16, 1, 1, 4, 1}}},
+    {k16Bit, 512, kGeneral,   kEveryGpu,  kMaySpill, {{8, 64, 32, 4, 2, 2, 1}, {4, 32, 32, 2, 1, 2, 1}, {1, 16, 16, 1, 1, 4, 1}}},
     // no figures of other tiles for as much shared memory:
-    // 64 keys, two thread blocks on a multiprocessor: 253 instead of 271
-    {k16Bit, 64,  kPlain,     kOtherGpus, 0,         {{4, 128, 32, 4, 4, 1, 2}, {4, 128, 32, 4, 4, 1, 2}}},
-    {k16Bit, 96,  kPlain,     kOtherGpus, kMaySpill, {{8, 128, 64, 4, 4, 1, 2}, {4, 64, 32, 4, 4, 1, 2}}},
-    // 64 keys, two thread blocks on a multiprocessor: 252 instead of 272
-    {k16Bit, 128, kPlain,     kOtherGpus, 0,         {{8, 128, 64, 4, 4, 1, 2}, {8, 64, 64, 4, 2, 1, 1}}},
-    {k16Bit, 144, kPlain,     kOtherGpus, kMaySpill, {{6, 96, 64, 3, 2, 1, 2}, {3, 48, 32, 3, 3, 1, 2}}},
-    {k16Bit, 192, kPlain,     kOtherGpus, kMaySpill, {{8, 64, 64, 4, 2, 1, 2}, {4, 64, 32, 2, 2, 1, 1}}},
-    {k16Bit, 256, kPlain,     kOtherGpus, kMaySpill, {{8, 64, 64, 4, 2, 1, 2}, {4, 32, 32, 2, 1, 1, 1}}},
+    {kFp32,  64,  kPlain,     kEveryGpu,  0,         {{8, 64, 64, 2, 2, 1, 2}, {8, 64, 64, 2, 2, 1, 2}, {4, 64, 32, 4, 4, 1, 2}}},
+    {kFp32,  96,  kPlain,     kEveryGpu,  kMaySpill, {{3, 48, 16, 3, 3, 1, 2}, {3, 48, 16, 3, 3, 1, 2}, {3, 48, 16, 3, 3, 1, 2}}},
+    {kFp32,  128, kPlain,     kEveryGpu,  0,         {{8, 64, 64, 2, 2, 1, 1}, {4, 32, 32, 2, 2, 1, 1}, {4, 32, 32, 2, 2, 1, 1}}},
+    {kFp32,  144, kPlain,     kEveryGpu,  kMaySpill, {{3, 48, 16, 3, 3, 1, 2}, {3, 48, 16, 3, 3, 1, 2}, {3, 48, 16, 3, 3, 1, 1}}},
+    {kFp32,  192, kPlain,     kEveryGpu,  kMaySpill, {{8, 64, 32, 4, 2, 1, 1}, {8, 64, 32, 4, 2, 1, 1}, {1, 16, 16, 1, 1, 2, 2}}},
+    {kFp32,  256, kPlain,     kEveryGpu,  kMaySpill, {{4, 32, 32, 2, 1, 1, 1}, {4, 32, 32, 2, 1, 1, 1}, {1, 16, 16, 1, 1, 2, 1}}},
     // the tiles of the plain rows of their classes:
-    {k16Bit, 64,  kDropout,   kOtherGpus, 8,         {{4, 128, 32, 4, 4, 1, 2}, {4, 128, 32, 4, 4, 1, 2}}},
-    {k16Bit, 96,  kDropout,   kOtherGpus, kMaySpill, {{8, 128, 64, 4, 4, 1, 2}, {4, 64, 32, 4, 4, 1, 2}}},
-    {k16Bit, 128, kDropout,   kOtherGpus, 8,         {{8, 128, 64, 4, 4, 1, 2}, {8, 64, 64, 4, 2, 1, 1}}},
-    {k16Bit, 144, kDropout,   kOtherGpus, kMaySpill, {{6, 96, 64, 3, 2, 1, 2}, {3, 48, 32, 3, 3, 1, 2}}},
-    {k16Bit, 192, kDropout,   kOtherGpus, kMaySpill, {{8, 64, 64, 4, 2, 1, 2}, {4, 64, 32, 2, 2, 1, 1}}},
-    {k16Bit, 256, kDropout,   kOtherGpus, kMaySpill, {{8, 64, 64, 4, 2, 1, 2}, {4, 32, 32, 2, 1, 1, 1}}},
-    {k16Bit, 64,  kMasks,     kOtherGpus, kMaySpill, {{4, 128, 32, 4, 4, 1, 2}, {4, 128, 32, 4, 4, 1, 2}}},
-    {k16Bit, 128, kMasks,     kOtherGpus, kMaySpill, {{8, 128, 64, 4, 4, 1, 2}, {8, 64, 64, 4, 2, 1, 1}}},
-    {k16Bit, 256, kMasks,     kEveryGpu,  kMaySpill, {{8, 64, 64, 4, 2, 1, 2}, {4, 32, 32, 2, 1, 1, 1}}},
-    {k16Bit, 64,  kGeneral,   kEveryGpu,  kMaySpill, {{4, 128, 32, 4, 4, 1, 2}, {4, 128, 32, 4, 4, 1, 2}}},
-    {k16Bit, 128, kGeneral,   kEveryGpu,  kMaySpill, {{8, 128, 64, 4, 4, 1, 2}, {8, 64, 64, 4, 2, 1, 1}}},
-    {k16Bit, 256, kGeneral,   kEveryGpu,  kMaySpill, {{8, 64, 64, 4, 2, 1, 2}, {4, 32, 32, 2, 1, 1, 1}}},
-    {k16Bit, 384, kPlain,     kOtherGpus, kMaySpill, {{8, 64, 32, 4, 2, 2, 2}, {2, 32, 16, 2, 2, 3, 1}}},
-    {k16Bit, 512, kPlain,     kOtherGpus, kMaySpill, {{8, 64, 32, 4, 2, 2, 1}, {1, 16, 16, 1, 1, 4, 1}}},
-    {k16Bit, 512, kGeneral,   kEveryGpu,  kMaySpill, {{8, 64, 32, 4, 2, 2, 1}, {1, 16, 16, 1, 1, 4, 1}}},
+    {kFp32,  64,  kDropout,   kEveryGpu,  8,         {{8, 64, 64, 2, 2, 1, 2}, {8, 64, 64, 2, 2, 1, 2}, {4, 64, 32, 4, 4, 1, 2}}},
+    {kFp32,  96,  kDropout,   kEveryGpu,  kMaySpill, {{3, 48, 16, 3, 3, 1, 2}, {3, 48, 16, 3, 3, 1, 2}, {3, 48, 16, 3, 3, 1, 2}}},
+    {kFp32,  128, kDropout,   kEveryGpu,  8,         {{8, 64, 64, 2, 2, 1, 1}, {4, 32, 32, 2, 2, 1, 1}, {4, 32, 32, 2, 2, 1, 1}}},
+    {kFp32,  144, kDropout,   kEveryGpu,  kMaySpill, {{3, 48, 16, 3, 3, 1, 2}, {3, 48, 16, 3, 3, 1, 2}, {3, 48, 16, 3, 3, 1, 1}}},
+    {kFp32,  192, kDropout,   kEveryGpu,  kMaySpill, {{8, 64, 32, 4, 2, 1, 1}, {8, 64, 32, 4, 2, 1, 1}, {1, 16, 16, 1, 1, 2, 2}}},
+    {kFp32,  256, kDropout,   kEveryGpu,  kMaySpill, {{4, 32, 32, 2, 1, 1, 1}, {4, 32, 32, 2, 1, 1, 1}, {1, 16, 16, 1, 1, 2, 1}}},
+    {kFp32,  64,  kMasks,     kEveryGpu,  kMaySpill, {{8, 64, 64, 2, 2, 1, 2}, {8, 64, 64, 2, 2, 1, 2}, {4, 64, 32, 4, 4, 1, 2}}},
+    {kFp32,  128, kMasks,     kEveryGpu,  kMaySpill, {{8, 64, 64, 2, 2, 1, 1}, {4, 32, 32, 2, 2, 1, 1}, {4, 32, 32, 2, 2, 1, 1}}},
+    {kFp32,  256, kMasks,     kEveryGpu,  kMaySpill, {{4, 32, 32, 2, 1, 1, 1}, {4, 32, 32, 2, 1, 1, 1}, {1, 16, 16, 1, 1, 2, 1}}},
+    {kFp32,  64,  kGeneral,   kEveryGpu,  kMaySpill, {{8, 64, 64, 2, 2, 1, 2}, {8, 64, 64, 2, 2, 1, 2}, {4, 64, 32, 4, 4, 1, 2}}},
+    {kFp32,  128, kGeneral,   kEveryGpu,  kMaySpill, {{8, 64, 64, 2, 2, 1, 1}, {4, 32, 32, 2, 2, 1, 1}, {4, 32, 32, 2, 2, 1, 1}}},
+    {kFp32,  256, kGeneral,   kEveryGpu,  kMaySpill, {{4, 32, 32, 2, 1, 1, 1}, {4, 32, 32, 2, 1, 1, 1}, {1, 16, 16, 1, 1, 2, 1}}},
     // no figures of other tiles for as much shared memory:
-    {kFp32,  64,  kPlain,     kEveryGpu,  0,         {{8, 64, 64, 2, 2, 1, 2}, {4, 64, 32, 4, 4, 1, 2}}},
-    {kFp32,  96,  kPlain,     kEveryGpu,  kMaySpill, {{3, 48, 16, 3, 3, 1, 2}, {3, 48, 16, 3, 3, 1, 2}}},
-    {kFp32,  128, kPlain,     kEveryGpu,  0,         {{8, 64, 64, 2, 2, 1, 1}, {4, 32, 32, 2, 2, 1, 1}}},
-    {kFp32,  144, kPlain,     kEveryGpu,  kMaySpill, {{3, 48, 16, 3, 3, 1, 2}, {3, 48, 16, 3, 3, 1, 1}}},
-    {kFp32,  192, kPlain,     kEveryGpu,  kMaySpill, {{8, 64, 32, 4, 2, 1, 1}, {1, 16, 16, 1, 1, 2, 2}}},
-    {kFp32,  256, kPlain,     kEveryGpu,  kMaySpill, {{4, 32, 32, 2, 1, 1, 1}, {1, 16, 16, 1, 1, 2, 1}}},
-    // the tiles of the plain rows of their classes:
-    {kFp32,  64,  kDropout,   kEveryGpu,  8,         {{8, 64, 64, 2, 2, 1, 2}, {4, 64, 32, 4, 4, 1, 2}}},
-    {kFp32,  96,  kDropout,   kEveryGpu,  kMaySpill, {{3, 48, 16, 3, 3, 1, 2}, {3, 48, 16, 3, 3, 1, 2}}},
-    {kFp32,  128, kDropout,   kEveryGpu,  8,         {{8, 64, 64, 2, 2, 1, 1}, {4, 32, 32, 2, 2, 1, 1}}},
-    {kFp32,  144, kDropout,   kEveryGpu,  kMaySpill, {{3, 48, 16, 3, 3, 1, 2}, {3, 48, 16, 3, 3, 1, 1}}},
-    {kFp32,  192, kDropout,   kEveryGpu,  kMaySpill, {{8, 64, 32, 4, 2, 1, 1}, {1, 16, 16, 1, 1, 2, 2}}},
-    {kFp32,  256, kDropout,   kEveryGpu,  kMaySpill, {{4, 32, 32, 2, 1, 1, 1}, {1, 16, 16, 1, 1, 2, 1}}},
-    {kFp32,  64,  kMasks,     kEveryGpu,  kMaySpill, {{8, 64, 64, 2, 2, 1, 2}, {4, 64, 32, 4, 4, 1, 2}}},
-    {kFp32,  128, kMasks,     kEveryGpu,  kMaySpill, {{8, 64, 64, 2, 2, 1, 1}, {4, 32, 32, 2, 2, 1, 1}}},
-    {kFp32,  256, kMasks,     kEveryGpu,  kMaySpill, {{4, 32, 32, 2, 1, 1, 1}, {1, 16, 16, 1, 1, 2, 1}}},
-    {kFp32,  64,  kGeneral,   kEveryGpu,  kMaySpill, {{8, 64, 64, 2, 2, 1, 2}, {4, 64, 32, 4, 4, 1, 2}}},
-    {kFp32,  128, kGeneral,   kEveryGpu,  kMaySpill, {{8, 64, 64, 2, 2, 1, 1}, {4, 32, 32, 2, 2, 1, 1}}},
-    {kFp32,  256, kGeneral,   kEveryGpu,  kMaySpill, {{4, 32, 32, 2, 1, 1, 1}, {1, 16, 16, 1, 1, 2, 1}}},
-    // no figures of other tiles for as much shared memory:
-    {kFp32,  384, kGeneral,   kEveryGpu,  kMaySpill, {{4, 32, 32, 2, 1, 2, 1}, {1, 16, 16, 1, 1, 3, 1}}},
-    {kFp32,  512, kGeneral,   kEveryGpu,  kMaySpill, {{2, 32, 16, 2, 2, 4, 1}, {1, 16, 16, 1, 1, 4, 1}}},
+    {kFp32,  384, kGeneral,   kEveryGpu,  kMaySpill, {{4, 32, 32, 2, 1, 2, 1}, {1, 16, 16, 1, 1, 3, 1}, {1, 16, 16, 1, 1, 3, 1}}},
+    {kFp32,  512, kGeneral,   kEveryGpu,  kMaySpill, {{2, 32, 16, 2, 2, 4, 1}, {1, 16, 16, 1, 1, 4, 1}, {1, 16, 16, 1, 1, 4, 1}}},
 };
 
 // Whole heads. Tiles: {keys of a step, warps at most, thread blocks of as many warps}. Notes are microseconds.
@@ -307,10 +311,9 @@ inline constexpr KernelRow<sm90::ForwardTile> kSm90Packed[] = {
     {k16Bit, 256, kPlain, kHopper, kMaySpill, {{2, 64, 2}}},
 };
 
-// Tiles: {keys, queries, stages of queries, stages of keys[, order]}. Dropout and the centres of rows (csrc/rules/bias.h) take
-// some shared memory, but do not change the queries, which define the order of the sums of dq. General calls, and calls
-// with scores above 128, run the general rows of kSm80Backward: in such a kernel for Hopper ptxas serialises wgmma
-// (C7510), and it took 1.35 times the time.
+// Tiles: {keys, queries, stages of queries, stages of keys[, order]}. Dropout and the centres of rows (csrc/rules/bias.h) take some shared memory,
+// but do not change the queries, which define the order of the sums of dq. General calls, and calls with scores above 128, run the general rows of
+// kSm80Backward: in such a kernel for Hopper ptxas serialises wgmma (C7510), and it took 1.35 times the time.
 inline constexpr KernelRow<sm90::BackwardTile> kSm90Backward[] = {
     // 559 / 488; 1 stage of keys: 557 / 495
     {k16Bit, 64,         kPlain,     kHopper, 0,         {{128, 128, 2, 2}, {128, 128, 2, 1}}},
@@ -435,12 +438,11 @@ inline constexpr KernelRow<sm90::SecondTile> kSm90Second[] = {
     {k16Bit, 128, kPlain, kHopper, 0, {{64, 64, 2}}},  // 446 / 399 (2x16x4096); a third stage does not fit
 };
 
-// Decoding (cuda/decode/split/split.cuh), on every GPU. Tiles: {row tiles of a warp, warps along the rows, warps along the columns,
-// keys, stages, KV heads}. A class has a kernel for 16 packed rows and, up to 256, one for 64, for prefill and for
-// speculative decoding with many query heads for each KV head; the most frequent classes also have one for 32, where the
-// two warps of a team read the same keys. A call runs the smallest tile that holds its rows. Up to 256 columns each
-// warp of a tile of 16 rows is a team and needs no barrier with other warps in the mainloop. Two resident thread
-// blocks of four warps, each with 50 KB to 70 KB of loads in flight, saturate the memory bandwidth of a multiprocessor.
+// Decoding (cuda/decode/split/split.cuh), on every GPU. Tiles: {row tiles of a warp, warps along the rows, warps along the columns, keys, stages, KV
+// heads}. A class has a kernel for 16 packed rows and, up to 256, one for 64, for prefill and for speculative decoding with many query heads for
+// each KV head; the most frequent classes also have one for 32, where the two warps of a team read the same keys. A call runs the smallest tile that
+// holds its rows. Up to 256 columns each warp of a tile of 16 rows is a team and needs no barrier with other warps in the mainloop. Two resident
+// thread blocks of four warps, each with 50 KB to 70 KB of loads in flight, saturate the memory bandwidth of a multiprocessor.
 //
 // In fp8 a warp of a tile of 32 rows has all of them up to 128 columns, so that it widens keys and values once. Rows of
 // 64 bytes reach 0.7 of the memory bandwidth of an H200, so a tile for up to 8 rows reads those of two KV heads as one.

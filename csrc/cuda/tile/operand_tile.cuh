@@ -79,6 +79,13 @@ struct OperandTile {
     ptx::ldmatrix(r, at(tile, place));
     return {{element(r[0]), element(r[1]), element(r[2]), element(r[3])}};
   }
+  // A(m, k) = tile[k][m], at a place of load_b; 16-bit elements.
+  static __device__ __forceinline__ typename Core::A load_a_transposed(const T* tile, int place) {
+    static_assert(sizeof(T) == 2);
+    typename Core::A a;
+    ptx::ldmatrix_transposed(a.x, at(tile, place));
+    return a;
+  }
   // Two neighbouring B: B(k, n) = tile[n][k], and n + 8.
   static __device__ __forceinline__ void load_b(typename Core::B (&b)[2], const T* tile, int place) {
     uint32_t r[4];

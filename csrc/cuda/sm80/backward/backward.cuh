@@ -5,6 +5,9 @@
 // that are closer to squares and read less. The fp32 sums of dq are in the workspace.
 #pragma once
 
+#include <algorithm>
+#include <type_traits>
+
 #include "cuda/sm80/backward/backward_policies.cuh"
 #include "cuda/sm80/shared/key_tile.cuh"
 #include "cuda/stages/bias_finish.cuh"
@@ -12,35 +15,35 @@
 
 namespace flashattn_ext::sm80 {
 
-template <class T, int kHeadDim, bool kLarge>
+template <class T, int kHeadDim, Options kOptions, int kShared>
 struct BackwardSizes {
-  static constexpr BackwardTile kTile = backward_tile<T, kHeadDim, kLarge>();
+  static constexpr BackwardTile kTile = backward_tile<T, kHeadDim, kOptions, kShared>();
 };
 
-template <class T, int kHeadDim, Options kOptions, bool kLarge>
+template <class T, int kHeadDim, Options kOptions, int kShared>
 struct Backward;
 
 // The types that a kernel consists of.
-template <class T, int kHeadDim, Options kOptions, bool kLarge>
+template <class T, int kHeadDim, Options kOptions, int kShared>
 struct BackwardTypes {
   using Policies = BackwardPolicies<kOptions>;
-  using Kernel = Backward<T, kHeadDim, kOptions, kLarge>;
+  using Kernel = Backward<T, kHeadDim, kOptions, kShared>;
   using Visibility = typename Policies::template Visibility<Kernel>;
   using Dropping = typename Policies::Dropping;
-  using Shape = KeyTileShape<T, kHeadDim, BackwardSizes<T, kHeadDim, kLarge>>;
+  using Shape = KeyTileShape<T, kHeadDim, BackwardSizes<T, kHeadDim, kOptions, kShared>>;
   using Gradients = typename Policies::template Gradients<Kernel, T, Shape::kKeyTiles, Shape::kScoreTiles>;
   using Workspace = typename Gradients::Workspace;
 };
 
-template <class T, int kHeadDim, Options kOptions, bool kLarge,
-          class Types = BackwardTypes<T, kHeadDim, kOptions, kLarge>>
-using BackwardBase = KeyTileKernel<Backward<T, kHeadDim, kOptions, kLarge>, typename Types::Shape, AttnGradParams,
+template <class T, int kHeadDim, Options kOptions, int kShared,
+          class Types = BackwardTypes<T, kHeadDim, kOptions, kShared>>
+using BackwardBase = KeyTileKernel<Backward<T, kHeadDim, kOptions, kShared>, typename Types::Shape, AttnGradParams,
                                    typename Types::Workspace, typename Types::Visibility>;
 
-template <class T, int kHeadDimension, Options kOptions, bool kLarge>
-struct Backward : BackwardBase<T, kHeadDimension, kOptions, kLarge> {
-  using Types = BackwardTypes<T, kHeadDimension, kOptions, kLarge>;
-  using Base = BackwardBase<T, kHeadDimension, kOptions, kLarge>;
+template <class T, int kHeadDimension, Options kOptions, int kShared>
+struct Backward : BackwardBase<T, kHeadDimension, kOptions, kShared> {
+  using Types = BackwardTypes<T, kHeadDimension, kOptions, kShared>;
+  using Base = BackwardBase<T, kHeadDimension, kOptions, kShared>;
   using Visibility = typename Types::Visibility;
   using Dropping = typename Types::Dropping;
   using Gradients = typename Types::Gradients;
@@ -75,7 +78,7 @@ struct Backward : BackwardBase<T, kHeadDimension, kOptions, kLarge> {
         stages(reinterpret_cast<unsigned char*>(v_tile + kKeys * RowTile::kStride)) {}
 
   static constexpr int kSharedBytes = kTileBytes + static_cast<int>(sizeof(typename Base::Notes));
-  static_assert(kSharedBytes <= (kLarge ? kLargeShared : least_shared(kBytes, kHeadDim)));
+  static_assert(kSharedBytes <= std::max(kShared, least_shared(kBytes, kHeadDim)));
 
   __device__ void load_keys(int64_t row, int count) {
     load_tile<RowTile, kKeys, kThreads>(k_tile, row_pointer<const T>(p.k, b, hk, row), p.k.row_stride, count,
@@ -129,28 +132,27 @@ struct Backward : BackwardBase<T, kHeadDimension, kOptions, kLarge> {
   // One step, with the query tile `now`. When there is `more`, the walk's next tile is loaded into its stage.
   __device__ void compute_step(int step, const QueryTile& now, bool more, const Walk& walk) {
     const int stage = step % kStages;
-    const int row0 = now.m * kQueries;
     use_stage(stage);
-    if (kHeadDim > 64) places.recompute();
+    if (kHeadDim > 64) this->recompute_places();
     Visibility::isolate_queries(*this, now);
-    Scores weights, dscores;
-    score_product<RowTile, true>(weights, places, k_tile, score_key(0), q_tile, score_query());
-    score_product<RowTile>(dscores, places, v_tile, score_key(0), dout_tile, score_query());
-    const bool unmasked =
-        Visibility::is_whole(now) && row0 >= extent()->unmasked_begin && row0 + kQueries <= extent()->unmasked_end;
-    unmasked && !Gradients::kMasksAlways ? weigh_and_differentiate<false>(now, weights, dscores)
-                                         : weigh_and_differentiate<true>(now, weights, dscores);
-    this->store_scores(dscore_tile, dscores);
     if constexpr (kInRegisters) {
+#pragma unroll 1
+      for (int part = 0; part < Base::kParts; ++part) {
+        this->part_query = part * Base::kPartQueries;
+        Scores weights, dscores;
+        compute_scores(now, weights, dscores);
+        accumulate_keys(dv, weights, dout_tile);
+        accumulate_keys(dk, dscores, q_tile);
+      }
       // With two stages a step has one barrier. After it all warps have stored their dS, the next step's queries have
       // arrived, and the queries of the step after the next may overwrite this step's.
-      accumulate_keys(dv, weights, dout_tile);
-      accumulate_keys(dk, dscores, q_tile);
       if (kStages == 2) ptx::cp_async_wait<0>();
       __syncthreads();
       if (more) load_queries(stage, walk.next(*this, step + kStages));
       add_query_gradient(now);
     } else {
+      Scores weights, dscores;
+      compute_scores(now, weights, dscores);
       this->store_scores(weight_tile, weights);
       __syncthreads();
       accumulate_keys(dv, weight_tile, dout_tile);
@@ -160,6 +162,18 @@ struct Backward : BackwardBase<T, kHeadDimension, kOptions, kLarge> {
       __syncthreads();
       if (more) load_queries(stage, walk.next(*this, step + kStages));
     }
+  }
+
+  // P^T and dS^T of this warp's part of a query tile. dS^T also goes to shared memory.
+  __device__ void compute_scores(const QueryTile& now, Scores& weights, Scores& dscores) {
+    score_product<RowTile, true>(weights, places, k_tile, score_key(0), q_tile, score_query());
+    score_product<RowTile>(dscores, places, v_tile, score_key(0), dout_tile, score_query());
+    const int first = now.m * kQueries + this->part_query;
+    const bool unmasked = Visibility::is_whole(now) && first >= extent()->unmasked_begin &&
+                          first + Base::kPartQueries <= extent()->unmasked_end;
+    unmasked && !Gradients::kMasksAlways ? weigh_and_differentiate<false>(now, weights, dscores)
+                                         : weigh_and_differentiate<true>(now, weights, dscores);
+    this->store_scores(dscore_tile, dscores);
   }
 
   // weights: S^T becomes P^T with dropout applied; dscores: dP^T becomes dS^T.
@@ -176,17 +190,17 @@ struct Backward : BackwardBase<T, kHeadDimension, kOptions, kLarge> {
   }
 };
 
-template <class T, int kHeadDim, Options kOptions, bool kLarge>
-using WorkspaceOf = typename Backward<T, kHeadDim, kOptions, kLarge>::Workspace;
+template <class T, int kHeadDim, Options kOptions, int kShared>
+using WorkspaceOf = typename Backward<T, kHeadDim, kOptions, kShared>::Workspace;
 
-template <class T, int kHeadDim, Options kOptions, bool kLarge>
-__global__ void __launch_bounds__(Backward<T, kHeadDim, kOptions, kLarge>::kThreads)
+template <class T, int kHeadDim, Options kOptions, int kShared>
+__global__ void __launch_bounds__(Backward<T, kHeadDim, kOptions, kShared>::kThreads)
     backward_kernel(const __grid_constant__ AttnGradParams p,
-                    const __grid_constant__ WorkspaceOf<T, kHeadDim, kOptions, kLarge> workspace,
+                    const __grid_constant__ WorkspaceOf<T, kHeadDim, kOptions, kShared> workspace,
                     const __grid_constant__ TileOrder order) {
-  if constexpr (kRunsHere<(kLarge ? kLargeShared : kSmallShared)>) {
+  if constexpr (kRunsHere<kShared>) {
     extern __shared__ __align__(16) unsigned char shared[];
-    using Kernel = Backward<T, kHeadDim, kOptions, kLarge>;
+    using Kernel = Backward<T, kHeadDim, kOptions, kShared>;
     Kernel kernel(p, workspace, reinterpret_cast<T*>(shared));
     const int heads = static_cast<int>(p.heads_k);
     const auto [head, block] = order.index(blockIdx.x / Kernel::kSplits, heads * static_cast<int>(p.batch));
@@ -196,43 +210,62 @@ __global__ void __launch_bounds__(Backward<T, kHeadDim, kOptions, kLarge>::kThre
   }
 }
 
-template <class T, int kHeadDim, Options kOptions, bool kLarge>
-WorkspaceOf<T, kHeadDim, kOptions, kLarge> backward_workspace(const AttnGradParams& p) {
-  constexpr BackwardTile kTile = backward_tile<T, kHeadDim, kLarge>();
+template <class T, int kHeadDim, Options kOptions, int kShared>
+WorkspaceOf<T, kHeadDim, kOptions, kShared> backward_workspace(const AttnGradParams& p) {
+  constexpr BackwardTile kTile = backward_tile<T, kHeadDim, kOptions, kShared>();
   const BackwardWorkspace base(p, kTile.queries, int64_t{kTile.queries} * kHeadDim, kTile.splits);
-  return WorkspaceOf<T, kHeadDim, kOptions, kLarge>::complete(p, base, kTile.keys, kTile.warps);
+  return WorkspaceOf<T, kHeadDim, kOptions, kShared>::complete(p, base, kTile.keys, kTile.warps);
 }
 
-template <class T, int kHeadDim, Options kOptions, bool kLarge>
-void launch_main(const AttnGradParams& p, const WorkspaceOf<T, kHeadDim, kOptions, kLarge>& workspace) {
-  using Kernel = Backward<T, kHeadDim, kOptions, kLarge>;
+template <class T, int kHeadDim, Options kOptions, int kShared>
+void launch_main(const AttnGradParams& p, const WorkspaceOf<T, kHeadDim, kOptions, kShared>& workspace) {
+  using Kernel = Backward<T, kHeadDim, kOptions, kShared>;
   if (p.batch * p.heads_k == 0) return;
+  const auto kernel = backward_kernel<T, kHeadDim, kOptions, kShared>;
   const int64_t blocks = tile_count(p.seqlen_k, Kernel::kKeys);
-  launch(backward_kernel<T, kHeadDim, kOptions, kLarge>, "backward", p, blocks * p.batch * p.heads_k * Kernel::kSplits,
-         Kernel::kThreads, Kernel::kSharedBytes, workspace,
-         backward_order(p, blocks, sizeof(T), multiprocessors() / Kernel::kSplits));
+  const int64_t at_once = resident_blocks(kernel, "backward", p, Kernel::kThreads, Kernel::kSharedBytes);
+  launch(kernel, "backward", p, blocks * p.batch * p.heads_k * Kernel::kSplits, Kernel::kThreads, Kernel::kSharedBytes,
+         workspace, backward_order(p, blocks, sizeof(T), at_once / Kernel::kSplits));
 }
 
-template <class T, int kHeadDim, Options kOptions, bool kLarge>
+template <class T, int kHeadDim, Options kOptions, int kShared>
 void launch_backward(const AttnGradParams& p) {
-  const auto workspace = backward_workspace<T, kHeadDim, kOptions, kLarge>(p);
+  // Plain kernels read dq in the layout of all others of the class.
+  using Plain = Backward<T, kHeadDim, kPlain, kShared>;
+  using Kernel = Backward<T, kHeadDim, kOptions, kShared>;
+  static_assert(Plain::kWarps == Kernel::kWarps && Plain::kQueries == Kernel::kQueries &&
+                Plain::kSplits == Kernel::kSplits);
+  const auto workspace = backward_workspace<T, kHeadDim, kOptions, kShared>(p);
   launch_prepare<T>(p, workspace);
   find_delta_of_few_keys(p, workspace);
-  launch_main<T, kHeadDim, kOptions, kLarge>(p, workspace);
-  launch_finish<Backward<T, kHeadDim, kPlain, kLarge>>(p, workspace);
+  launch_main<T, kHeadDim, kOptions, kShared>(p, workspace);
+  launch_finish<Plain>(p, workspace);
   finish_biases(p, workspace);
+}
+
+// Calls body(size) with the shared memory of the kernel for this GPU, as a std::integral_constant.
+template <class T, int kHeadDim, Options kOptions, class Body>
+auto with_shared_memory(const Body& body) {
+  auto call = [&](auto size) {
+    return body(std::integral_constant<int, size_of_same_tile<T, kHeadDim, kOptions, decltype(size)::value>()>());
+  };
+  const int most = most_shared_memory();
+  return most >= kLargeShared    ? call(std::integral_constant<int, kLargeShared>())
+         : most >= kMediumShared ? call(std::integral_constant<int, kMediumShared>())
+                                 : call(std::integral_constant<int, kSmallShared>());
 }
 
 template <class T, int kHeadDim, Options kOptions>
 size_t backward_bytes(const AttnGradParams& p) {
-  return static_cast<size_t>(has_large_shared_memory() ? backward_workspace<T, kHeadDim, kOptions, true>(p).bytes
-                                                       : backward_workspace<T, kHeadDim, kOptions, false>(p).bytes);
+  return with_shared_memory<T, kHeadDim, kOptions>([&](auto size) {
+    return static_cast<size_t>(backward_workspace<T, kHeadDim, kOptions, decltype(size)::value>(p).bytes);
+  });
 }
 
 template <class T, int kHeadDim, Options kOptions>
 void backward(const AttnGradParams& p) {
-  has_large_shared_memory() ? launch_backward<T, kHeadDim, kOptions, true>(p)
-                            : launch_backward<T, kHeadDim, kOptions, false>(p);
+  with_shared_memory<T, kHeadDim, kOptions>(
+      [&](auto size) { launch_backward<T, kHeadDim, kOptions, decltype(size)::value>(p); });
 }
 
 }  // namespace flashattn_ext::sm80

@@ -131,7 +131,7 @@ struct Second : SecondBase<T, kHeadDimension, kOptions, kLarge> {
   __device__ void end_head(int h) { gradients.end_head(*this, h); }
 
   __device__ void compute_step(int step, const QueryTile& now, bool more, const Walk& walk) {
-    if (kHeadDim > 64) places.recompute();
+    if (kHeadDim > 64) this->recompute_places();
     isolate_queries(now);
     const int row0 = now.m * kQueries;
     const bool unmasked =

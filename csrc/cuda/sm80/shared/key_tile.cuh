@@ -30,11 +30,19 @@ struct KeyTileShape {
   static constexpr int kSplits = kTile.splits, kStages = kTile.stages, kTileRows = kQueries;
   static constexpr int kColumns = kHeadDim / kSplits;  // columns of dq, dk and dv that one thread block computes
   using RowTile = InputTile<T, kHeadDim>;              // tiles of q, k, v and dout
-  static constexpr int kScoreStride = kTileStride<T, kQueries>;
   // One warp's part of the scores.
   static constexpr bool kInRegisters = kTile.score_key_warps == kWarps;
+  using ScoreTile = OperandTile<T, kQueries, kTile.swizzles>;  // rows are keys, columns queries
+  static_assert(!kTile.swizzles || (sizeof(T) == 2 && !kInRegisters));
+  static constexpr int kScoreStride = ScoreTile::kStride;
   static constexpr int kKeyTiles = kKeys / kTile.score_key_warps / 16;
-  static constexpr int kScoreTiles = kQueries / (kWarps / kTile.score_key_warps) / 8;
+  // A warp that has all queries of its keys computes them in parts, whose scores registers have room for.
+  static constexpr int kWarpQueries = kQueries / (kWarps / kTile.score_key_warps);
+  static constexpr int kMostScoreTiles = (kHeadDim > 32 ? 8 : 16) / kKeyTiles;
+  static constexpr int kParts =
+      kInRegisters && kWarpQueries > kMostScoreTiles * 8 ? kWarpQueries / (kMostScoreTiles * 8) : 1;
+  static constexpr int kPartQueries = kQueries / kParts;
+  static constexpr int kScoreTiles = kWarpQueries / kParts / 8;
   using Scores = float[kKeyTiles][kScoreTiles][4];
   static_assert(kScoreTiles % 2 == 0 && kKeys % (kTile.score_key_warps * 16) == 0);
   // One warp's part of dk and dv.
@@ -80,19 +88,21 @@ struct KeyTileShape {
 template <class Kernel, class Shape, class Params, class Workspace, class Visibility>
 struct KeyTileKernel : Shape {
   using typename Shape::Core, typename Shape::Element, typename Shape::KeySums, typename Shape::RowTile;
-  using typename Shape::Scores;
+  using typename Shape::Scores, typename Shape::ScoreTile;
   using T = typename Shape::Element;
   using Shape::kKeys, Shape::kQueries, Shape::kSplits, Shape::kStages, Shape::kScoreStride, Shape::kHeadDim;
   using Shape::kKeyTiles, Shape::kScoreTiles, Shape::kGradKeyTiles, Shape::kGradColumnTiles;
   using Shape::kQueryRowTiles, Shape::kQueryColumnTiles;
   using Shape::query_row, Shape::query_column, Shape::dq_fragment;
-  using Shape::split, Shape::score_key, Shape::score_query, Shape::grad_key, Shape::grad_column;
+  using Shape::split, Shape::score_key, Shape::grad_key, Shape::grad_column;
 
   const Params& p;
   const Workspace& workspace;
   T* k_tile;  // the first tile in shared memory
   typename RowTile::Places places;
-  int b, hk, n;  // n: number of the key tile in its sequence
+  typename ScoreTile::Places score_places;
+  int b, hk, n;        // n: number of the key tile in its sequence
+  int part_query = 0;  // the first query of the part of a query tile (kParts)
   KeySums dk, dv;
 
   __device__ KeyTileKernel(const Params& params, const Workspace& workspace, T* shared)
@@ -120,6 +130,7 @@ struct KeyTileKernel : Shape {
   }
   __device__ Extent* extent() const { return &notes()->extent; }
   __device__ Starts* starts() const { return &notes()->starts; }
+  __device__ int score_query() const { return Shape::score_query() + part_query; }
   using Mask = typename Visibility::Mask;
   __device__ int first_score_key() const { return n * kKeys + score_key(0); }  // within the sequence
   __device__ Mask mask() const { return Mask(p, extent()->length_q, extent()->length_k); }
@@ -199,27 +210,39 @@ struct KeyTileKernel : Shape {
     ptx::cp_async_wait<0>();
   }
 
+  // Computes the places of a step again, which would be kept in registers from step to step.
+  __device__ void recompute_places() {
+    places.recompute();
+    score_places.recompute();
+  }
+
   __device__ void store_scores(T* tile, const Scores& scores) const {
 #pragma unroll
     for (int i = 0; i < kKeyTiles; ++i) {
 #pragma unroll
       for (int n = 0; n < kScoreTiles; ++n) {
-        T* at = tile + (score_key(i) + g()) * kScoreStride + score_query() + n * 8 + 2 * t();
+        T* at = tile + ScoreTile::offset(score_key(i) + g(), score_query() + n * 8 + 2 * t());
         Core::store_pair(at, scores[i][n][0], scores[i][n][1]);
         Core::store_pair(at + 8 * kScoreStride, scores[i][n][2], scores[i][n][3]);
       }
     }
   }
 
-  // This warp's part of dk or dv += scores * rows of the tile. The scores are [keys][queries], of this warp in
-  // registers or of all warps in shared memory.
+  // This warp's part of dk or dv += scores * rows of the tile. The scores are [keys][queries]: of this warp in
+  // registers, for a part of the tile, or of all warps in shared memory.
   __device__ void accumulate_keys(KeySums& sum, const Scores& scores, const T* tile) const {
     auto operand = [&](int i, int step) { return Core::from_accumulators(scores[i], step); };
-    accumulate<RowTile, kQueries / Core::kK>(sum, places, operand, tile, grad_column());
+    accumulate<RowTile, Shape::kPartQueries / Core::kK>(sum, places, operand, tile + part_query * RowTile::kStride,
+                                                        grad_column());
   }
   __device__ void accumulate_keys(KeySums& sum, const T* scores, const T* tile) const {
     auto operand = [&](int i, int step) {
-      return Core::load_a_paired(scores, kScoreStride, grad_key(i), step * Core::kK);
+      if constexpr (ScoreTile::kSwizzled) {
+        return ScoreTile::load_a(scores + grad_key(i) * kScoreStride,
+                                 ScoreTile::moved(score_places.a, step * Core::kK));
+      } else {
+        return Core::load_a_paired(scores, kScoreStride, grad_key(i), step * Core::kK);
+      }
     };
     accumulate<RowTile, kQueries / Core::kK>(sum, places, operand, tile, grad_column());
   }
@@ -228,7 +251,12 @@ struct KeyTileKernel : Shape {
   using QuerySums = float[kQueryRowTiles][kQueryColumnTiles][4];
   __device__ void multiply_keys(QuerySums& sum, const T* scores, const T* tile) const {
     auto operand = [&](int i, int step) {
-      return Core::load_a_transposed(scores, kScoreStride, step * Core::kK, query_row() + i * 16);
+      if constexpr (ScoreTile::kSwizzled) {
+        const int place = ScoreTile::moved(score_places.b, query_row());
+        return ScoreTile::load_a_transposed(scores + step * Core::kK * kScoreStride, ScoreTile::moved(place, i * 16));
+      } else {
+        return Core::load_a_transposed(scores, kScoreStride, step * Core::kK, query_row() + i * 16);
+      }
     };
     accumulate<RowTile, kKeys / Core::kK>(sum, places, operand, tile, query_column(split()));
   }

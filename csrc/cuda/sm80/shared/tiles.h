@@ -1,5 +1,5 @@
-// Tiles of the sm_80 kernels by the shared memory of the GPU. kLarge: the GPU gives a thread block 227 KB of it (Hopper
-// and newer data centre GPUs); other tiles fit in least_shared().
+// Tiles of the sm_80 kernels by the shared memory of the GPU. kLarge, of second derivatives: the GPU gives a thread
+// block 227 KB of it (Hopper and newer data centre GPUs); their other tiles fit in derivative_shared().
 #pragma once
 
 #include <cstdint>
@@ -60,21 +60,29 @@ constexpr int step_keys(const ForwardTile& tile) {
   return tile.keys;
 }
 
-// The tiles of the backward and of second derivatives. All rows of an element size and a class have the same one.
-template <const auto& kTable, class T, int kHeadDim, bool kLarge>
-constexpr BackwardTile tile_of_class() {
-  for (const auto& row : kTable) {
+// The tile of a backward on a GPU whose thread blocks may have kShared bytes, one of the three sizes above.
+template <class T, int kHeadDim, Options kOptions, int kShared>
+constexpr BackwardTile backward_tile() {
+  constexpr int kRow = row_of_kernel(kernel_table::kSm80Backward, kTypeOf<T>, kHeadDim, kOptions);
+  static_assert(kRow >= 0, "kernel_table.h has no such row");
+  return kernel_table::kSm80Backward[kRow].tiles[kShared >= kLargeShared ? 0 : kShared >= kMediumShared ? 1 : 2];
+}
+// The largest of the three sizes whose backward has the same tile: one kernel runs for both.
+template <class T, int kHeadDim, Options kOptions, int kShared>
+constexpr int size_of_same_tile() {
+  constexpr BackwardTile kTile = backward_tile<T, kHeadDim, kOptions, kShared>();
+  return kTile == backward_tile<T, kHeadDim, kOptions, kLargeShared>()    ? kLargeShared
+         : kTile == backward_tile<T, kHeadDim, kOptions, kMediumShared>() ? kMediumShared
+                                                                          : kShared;
+}
+
+// The tile of second derivatives. All rows of an element size and a class have the same one.
+template <class T, int kHeadDim, bool kLarge>
+constexpr BackwardTile second_tile() {
+  for (const auto& row : kernel_table::kSm80Second) {
     if ((row.types & kTypeOf<T>) && row.head_dims == kHeadDim) return row.tiles[kLarge ? 0 : 1];
   }
   return {};
-}
-template <class T, int kHeadDim, bool kLarge>
-constexpr BackwardTile backward_tile() {
-  return tile_of_class<kernel_table::kSm80Backward, T, kHeadDim, kLarge>();
-}
-template <class T, int kHeadDim, bool kLarge>
-constexpr BackwardTile second_tile() {
-  return tile_of_class<kernel_table::kSm80Second, T, kHeadDim, kLarge>();
 }
 
 }  // namespace flashattn_ext::sm80
