@@ -60,12 +60,16 @@ constexpr int step_keys(const ForwardTile& tile) {
   return tile.keys;
 }
 
-// The tile of a backward on a GPU whose thread blocks may have kShared bytes, one of the three sizes above.
+// The tile of a backward on a GPU whose thread blocks may have kShared bytes, one of the three sizes above. For a kernel
+// without a row, which finishes dq of the others of its class, it is that of the first of them.
 template <class T, int kHeadDim, Options kOptions, int kShared>
 constexpr BackwardTile backward_tile() {
-  constexpr int kRow = row_of_kernel(kernel_table::kSm80Backward, kTypeOf<T>, kHeadDim, kOptions);
-  static_assert(kRow >= 0, "kernel_table.h has no such row");
-  return kernel_table::kSm80Backward[kRow].tiles[kShared >= kLargeShared ? 0 : kShared >= kMediumShared ? 1 : 2];
+  const BackwardTile* tiles = nullptr;
+  for (const auto& row : kernel_table::kSm80Backward) {
+    const bool is_of_class = (row.types & kTypeOf<T>) && row.head_dims == kHeadDim;
+    if (is_of_class && (!tiles || row.options == kOptions)) tiles = row.tiles;
+  }
+  return tiles[kShared >= kLargeShared ? 0 : kShared >= kMediumShared ? 1 : 2];
 }
 // The largest of the three sizes whose backward has the same tile: one kernel runs for both.
 template <class T, int kHeadDim, Options kOptions, int kShared>
