@@ -145,6 +145,7 @@ POISON = [math.nan, math.inf, -math.inf]
 
 
 @pytest.mark.every_isa
+@pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("poison", POISON)
 @pytest.mark.parametrize("softcap", [0.0, 2.0], ids=["plain", "general"])
 def test_hidden_values_reach_no_result(device: str, dtype: torch.dtype, poison: float, softcap: float) -> None:
