@@ -101,7 +101,8 @@ CALLS = {
     "forward Sq=80 Sk=80 D=64 causal=1": "tiles kSm80HeadsForward aligned 0",
     "forward Sq=256 Sk=256 D=64": "tiles kSm90ShortForward aligned 0",
     "forward Sq=257 Sk=257 D=64 causal=1": "tiles kSm90Forward aligned 0",
-    "forward Sq=209 Sk=209 D=64 sm80=1": "tiles kSm80HeadsForward aligned 0",
+    "forward Sq=208 Sk=208 D=64 sm80=1": "tiles kSm80HeadsForward aligned 0",
+    "forward Sq=209 Sk=209 D=64 sm80=1": "tiles kSm80Forward aligned 0",
     "forward Sq=257 Sk=257 D=64 sm80=1": "tiles kSm80Forward aligned 0",
     "forward Sq=256 Sk=256 D=32": "tiles kSm80HeadsForward aligned 0",
     "forward Sq=64 Sk=64": "tiles kSm80HeadsForward aligned 0",
@@ -124,7 +125,7 @@ CALLS = {
     "forward Sq=256 Sk=256 deterministic=1": "tiles kSm90Forward aligned 0",
     "forward Sq=64 Sk=64 invariant=1": "tiles kSm90Invariant aligned 0",
     "forward Sq=64 Sk=64 type=fp32": "tiles kSm80Forward aligned 0",
-    "forward Sq=256 Sk=256 D=64 sm80=1 shared=48": "tiles kSm80Forward aligned 0",
+    "forward Sq=208 Sk=208 D=64 sm80=1 shared=48": "tiles kSm80Forward aligned 0",
     # Few queries: tiles of decoding, packed rows from 17 rows of a KV head on, and chunks of invariant calls.
     "forward Sq=1 Sk=4096": "split kDecode aligned 0",
     "forward Sq=1 Sk=511": "tiles kSm90Forward aligned 0",
