@@ -242,8 +242,8 @@ inline constexpr KernelRow<sm90::ForwardTile> kSm90Forward[] = {
     // 794 / 484; 2 x 112: 804 / 475; 2 x 80: 770 / 480
     {k16Bit, 192,        kIntervals, kHopper, kMaySpill, {{2, 96, 2}, {2, 112, 2}, {2, 80, 2}}},
     {k16Bit, 256,        kIntervals, kHopper, kMaySpill, {{2, 64, 2}, {2, 80, 2}}},  // 818 / 480; 2 x 80: 820 / 499
-    {k16Bit, 64,         kBlocks,    kHopper, 0,         {{2, 64, 5, kOverlapped, true}}},  // sides that divide those of a block
-    {k16Bit, 128,        kBlocks,    kHopper, 0,         {{2, 128, 3}}},  // the same
+    {k16Bit, 64,         kBlocks,    kHopper, 0,         {{2, 64, 5, kOverlapped, true}}},  // sides divide a block; half of those of 64k: 427 of 522
+    {k16Bit, 128,        kBlocks,    kHopper, 0,         {{2, 128, 3}}},  // in the same way: 629 of 678
     // 321 / 307 (spills 8 bytes); 2 x 160: 305 / 291; 2 x 128: 305 / 289
     {k16Bit, 64,         kScores,    kHopper, kMaySpill, {{3, 96, 3}, {2, 160, 3}, {2, 128, 3}}},
     // 437 / 417; 3 x 96: 445 / 420; 3 x 112: 467 / 430
@@ -361,17 +361,14 @@ inline constexpr KernelRow<sm90::BackwardTile> kSm90Backward[] = {
     {k16Bit, 192,        kIntervals, kHopper, kMaySpill, {{64, 64, 2, 1}, {64, 64, 3, 1}, {64, 64, 2, 2}}},
     // 469 / 257; 1 stage, 2 stages of keys: 337 / 202
     {k16Bit, 256,        kIntervals, kHopper, kMaySpill, {{64, 64, 2, 1}, {64, 64, 1, 2}}},
-    {k16Bit, 64,         kBlocks,    kHopper, 64,        {{128, 128, 2, 2}}},  // the plain tile; spills in the loading warp
-    {k16Bit, 128,        kBlocks,    kHopper, 64,        {{128, 64, 3, 1, kApart}}},  // the same
+    {k16Bit, 64,         kBlocks,    kHopper, 64,        {{128, 128, 2, 2}}},  // the plain tile: 496 of 511; spills in the loading warp
+    {k16Bit, 128,        kBlocks,    kHopper, 64,        {{128, 64, 3, 1, kApart}}},  // the plain tile: 567 of 610
     {k16Bit, 64,         kScores,    kHopper, kMaySpill, {{128, 128, 2, 1}}},  // a second stage of keys does not fit
     {k16Bit, 96,         kScores,    kHopper, kMaySpill, {{128, 64, 2, 1}}},  // a third stage of queries does not fit
     {k16Bit, 128,        kScores,    kHopper, kMaySpill, {{128, 64, 2, 1}}},  // a third stage of queries does not fit
-    // also for the class 64: bias tiles of 128 queries do not fit
-    {k16Bit, 128,        kBias,      kHopper, kMaySpill, {{128, 64, 2, 1}}},
-    // 315 / 305 (2x8x4096); a third stage of queries does not fit
-    {k16Bit, 384,        kPlain,     kHopper, kMaySpill, {{64, 64, 2, 1}}},
-    // 360 / 342 (2x8x4096); a third stage of queries does not fit
-    {k16Bit, 512,        kPlain,     kHopper, kMaySpill, {{64, 64, 2, 1}}},
+    {k16Bit, 128,        kBias,      kHopper, kMaySpill, {{128, 64, 2, 1}}},  // also for the class 64: bias tiles of 128 queries do not fit
+    {k16Bit, 384,        kPlain,     kHopper, kMaySpill, {{64, 64, 2, 1}}},  // 315 / 305 (2x8x4096); a third stage of queries does not fit
+    {k16Bit, 512,        kPlain,     kHopper, kMaySpill, {{64, 64, 2, 1}}},  // 360 / 342 (2x8x4096); a third stage of queries does not fit
 };
 
 // The backward of many short sequences (cuda/sm90/backward_short/heads.cuh). Tiles as in kSm90Backward.
