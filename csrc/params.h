@@ -86,8 +86,8 @@ constexpr int64_t kUnbounded = -1;  // a window side without a limit
 struct Origin {
   int64_t batch = 0, head = 0, row = 0, key = 0;
   // Row i is at the position of key i + shift + (length_mask & (Sk - Sq)): aligned at the bottom right, or, if the
-  // origin gives row and key, at the position of key i + row - key for all lengths. The bit mask replaces a branch,
-  // which costs registers in the Hopper backward with dropout.
+  // origin gives row and key, at the position of key i + shift for all lengths; this shift is row - key plus the one of
+  // the larger call. The bit mask replaces a branch, which costs registers in the Hopper backward with dropout.
   int32_t shift = 0;
   int32_t length_mask = -1;
 };
@@ -146,7 +146,7 @@ struct AttnParams {
 
   // Key j is visible to query i when
   //   i + Sk - Sq - window_left <= j <= i + Sk - Sq + window_right,
-  // with origin.row - origin.key in place of Sk - Sq where the origin places rows. causal is window_right = 0.
+  // with origin.shift in place of Sk - Sq where the origin places rows. causal is window_right = 0.
   int64_t window_left = kUnbounded;
   int64_t window_right = kUnbounded;
   double softmax_scale = 1.0;

@@ -115,7 +115,8 @@ def forward(
         origin: the position of this call in a larger one that was split, over devices for example; numbers from 0. (batch, head):
             dropout draws what the larger call draws for these batch entries and heads. (batch, head, row, key): its rows and keys
             are also counted from there, for dropout, causal, windows, alibi_slopes, relative_bias and mask, and row i of this
-            call is aligned with key row + i, whatever the lengths: causal means key + j <= row + i.
+            call is aligned with key row + i, whatever the lengths: causal means key + j <= row + i. (batch, head, row, key, shift):
+            as a part of a call with `shift` more keys than rows (fewer where it is negative): causal means key + j <= row + i + shift.
         descale_q: float32 [B or 1, Hk or 1], for q of float8_e4m3fn: the value of an element is element * descale, with the descale of
             its batch entry (packed: sequence) and KV head, and None is 1. quantize_fp8 makes elements and descales. Calls in
             float8_e4m3fn have no gradient, no dropout and no biases.

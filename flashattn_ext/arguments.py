@@ -126,8 +126,10 @@ def seed(value: Any) -> int | None:
 def origin(value: Any) -> list[int] | None:
     if value is None:
         return None
-    if not isinstance(value, Iterable) or len(numbers := list(value)) not in (2, 4):
-        raise ValueError(f"origin: expected None, (batch, head) or (batch, head, row, key), got {value!r}")
+    if not isinstance(value, Iterable) or len(numbers := list(value)) not in (2, 4, 5):
+        raise ValueError(
+            f"origin: expected None, (batch, head) or (batch, head, row, key), the latter with shift as a fifth or without, got {value!r}"
+        )
     return [integer("origin", number) for number in numbers]
 
 

@@ -22,7 +22,7 @@ DRAWN_ROWS, DRAWN_KEYS = 16, 64  # the block for which a GPU kernel draws dropou
 def is_needed(tensors: CallTensors, options: CallOptions) -> bool:
     """Whether the call needs padding. DTensors are left alone: the op raises for the origins that it does not support."""
     origin = options.origin
-    if origin is None or len(origin) != 4 or not _draws_blocks(tensors.q.device) or hasattr(tensors.q, "placements"):
+    if origin is None or len(origin) == 2 or not _draws_blocks(tensors.q.device) or hasattr(tensors.q, "placements"):
         return False
     return options.dropout_p > 0 and any(_padding_of(origin))
 
@@ -86,7 +86,7 @@ class _PaddedCall:
 
     def __init__(self, tensors: CallTensors, options: CallOptions) -> None:
         assert options.origin is not None
-        batch, head, row, key = options.origin
+        batch, head, row, key, *shift = options.origin
         is_packed = tensors.cu_seqlens_q is not None
         self.dim = 0 if is_packed else 2 if options.bhsd else 1
         rows, keys = _padding_of(options.origin)
@@ -103,7 +103,7 @@ class _PaddedCall:
         )  # fmt: skip
         self.options = options._replace(
             max_seqlen_q=options.max_seqlen_q + self.rows.count, max_seqlen_k=options.max_seqlen_k + self.keys.count,
-            origin=[batch, head, row - self.rows.count, key - self.keys.count],
+            origin=[batch, head, row - self.rows.count, key - self.keys.count, *shift],
         )  # fmt: skip
 
     def _intervals(self, tensors: CallTensors, row: int, is_packed: bool) -> Tensor:
@@ -166,8 +166,8 @@ def dropout_mask(rng_state: Tensor, sizes: list[int], dropout_p: float, origin: 
     rows = keys = 0
     if (
         origin is not None
-        and len(origin) == 4
-        and min(origin) >= 0
+        and len(origin) > 2
+        and min(origin[:4]) >= 0
         and min(sizes) > 0
         and _draws_blocks(rng_state.device)
     ):
@@ -175,6 +175,9 @@ def dropout_mask(rng_state: Tensor, sizes: list[int], dropout_p: float, origin: 
     if rows or keys:
         assert origin is not None
         batch, heads, Sq, Sk = sizes
-        sizes, origin = [batch, heads, Sq + rows, Sk + keys], [*origin[:2], origin[2] - rows, origin[3] - keys]
+        sizes, origin = (
+            [batch, heads, Sq + rows, Sk + keys],
+            [*origin[:2], origin[2] - rows, origin[3] - keys, *origin[4:]],
+        )
     mask: Tensor = ops.dropout_mask(rng_state, *sizes, dropout_p, origin)
     return mask[:, :, rows:, keys:] if rows or keys else mask

@@ -71,7 +71,10 @@ class Call:
     def _shift(self, Sq: int, Sk: int) -> int:
         """The shift with which row i is aligned with key i + shift."""
         origin = self.given["origin"]
-        return origin[2] - origin[3] if origin is not None and len(origin) == 4 else Sk - Sq
+        if origin is None or len(origin) == 2:
+            return Sk - Sq
+        _batch, _head, row, key, shift = (*origin, 0)[:5]
+        return int(row + shift - key)
 
     def _without_mask(self, Sq: int, Sk: int) -> int:
         """Pairs that causal and window_size leave visible, in one head of one sequence."""
@@ -82,7 +85,7 @@ class Call:
     def _seen(self, intervals: Tensor, Sq: int, Sk: int) -> int:
         """Visible pairs of one sequence, over all heads and batch entries of its intervals [..., Sk, 2]."""
         keys = torch.arange(Sk) - self._shift(Sq, Sk)  # the row aligned with each key
-        row = origin[2] if (origin := self.given["origin"]) is not None and len(origin) == 4 else 0
+        row = origin[2] if (origin := self.given["origin"]) is not None and len(origin) > 2 else 0
         first, last = (intervals.long() - row).clamp(0, Sq).unbind(-1)
         if self.right >= 0:
             first = torch.maximum(first, keys - min(self.right, ALL_ROWS))

@@ -45,10 +45,10 @@ class _Positions(NamedTuple):
 
     @classmethod
     def of(cls, origin: Sequence[int] | None, Sq: int, Sk: int, device: torch.device) -> _Positions:
-        batch, head, row, key = (*origin, 0, 0)[:4] if origin is not None else (0, 0, 0, 0)
+        batch, head, row, key, shift = (*(origin or (0, 0)), 0, 0, 0)[:5]
         rows, keys = torch.arange(Sq, device=device) + row, torch.arange(Sk, device=device) + key
         aligned_at_the_end = origin is None or len(origin) == 2
-        return cls(batch, head, rows, keys, Sk - Sq if aligned_at_the_end else 0)
+        return cls(batch, head, rows, keys, Sk - Sq if aligned_at_the_end else shift)
 
     def distance(self) -> Tensor:
         """Position of the key minus position of the aligned row, [Sq, Sk]."""
@@ -249,9 +249,10 @@ def attention_reference(
         v: values [B, Sk, Hk, Dv], with cu_seqlens [total_k, Hk, Dv].
         cu_seqlens_q: int32 [B + 1], the starts of packed queries and the end of the last, as in varlen_forward().
         cu_seqlens_k: int32 [B + 1], the same for keys and values.
-        origin: (batch, head) or (batch, head, row, key), the position of this call in a larger one, as in forward(). Dropout draws
-            what the larger call draws for these batch entries and heads. With row and key, rows and keys are counted from there, for
-            dropout, windows, biases and masks, and row `row + i` is aligned with the key of the same number.
+        origin: (batch, head), (batch, head, row, key) or (batch, head, row, key, shift), the position of this call in a larger one, as
+            in forward(). Dropout draws what the larger call draws for these batch entries and heads. With row and key, rows and keys
+            are counted from there, for dropout, windows, biases and masks, and row `row + i` is aligned with key `row + i + shift`;
+            without shift it is 0.
 
     Returns:
         out [B, Sq, Hq, Dv] in the layout and dtype of q ([total_q, Hq, Dv] with cu_seqlens), or (out, lse) with lse [B, Hq, Sq]
@@ -290,8 +291,8 @@ def attention_reference(
     given_mask = None if mask is None else checked_mask(mask)
     if isinstance(given_mask, BlockMask):
         calls.blocks_of(given_mask, q, k, (cu_seqlens_q,), layout)
-        if packed or (numbers.origin is not None and len(numbers.origin) == 4):
-            call_with = "packed sequences" if packed else "an origin of four numbers"
+        if packed or (numbers.origin is not None and len(numbers.origin) > 2):
+            call_with = "packed sequences" if packed else "an origin of four numbers or five"
             raise NotImplementedError(f"mask: {call_with} with a BlockMask is not implemented; use a Mask, or a bias")
     of_blocks = given_mask.dense() if isinstance(given_mask, BlockMask) else None
     heads = q.shape[1 if packed or numbers.bhsd else 2]
@@ -348,7 +349,7 @@ def attention_weights(
         q: queries [B, Sq, Hq, D] (layout "bhsd": [B, Hq, Sq, D]).
         k: keys [B, Sk, Hk, D]; Hq is a multiple of Hk.
         rows: which queries, from 0 to Sq - 1: a sequence of integers or an integer tensor of one dimension, in any order.
-        origin: (batch, head, row, key) as in forward(); batch and head have no effect here, because they only place dropout.
+        origin: as in forward(); batch and head have no effect here, because they only place dropout.
 
     The other arguments are those of forward. They are checked as there.
 

@@ -85,7 +85,7 @@ def supports(
         described = None
         if dropout_padding.is_needed(tensors, numbers):
             assert numbers.origin is not None
-            described = tensors, numbers._replace(origin=[*numbers.origin[:2], 0, 0])
+            described = tensors, numbers._replace(origin=[*numbers.origin[:2], 0, 0, *numbers.origin[4:]])
             tensors, numbers = dropout_padding.padded(tensors, numbers)
         given = [t for t in differentiable(tensors) if t is not None]
         gradients = torch.is_grad_enabled() and any(t.requires_grad for t in given)

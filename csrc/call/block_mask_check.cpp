@@ -16,7 +16,7 @@ void refuse_other_calls(const AttnCall& c) {
   constexpr char kIsNot[] = " is not implemented with a BlockMask; ";
   TORCH_CHECK_NOT_IMPLEMENTED(!c.is_varlen(), "mask: a packed call (varlen_forward)", kIsNot,
                               "use a Mask of packed keys, or padded sequences in forward()");
-  TORCH_CHECK_NOT_IMPLEMENTED(!c.origin || c.origin->size() == 2, "mask: an origin of four numbers", kIsNot,
+  TORCH_CHECK_NOT_IMPLEMENTED(!c.origin || c.origin->size() == 2, "mask: an origin of four numbers or five", kIsNot,
                               "use a Mask, or pass the part of mask.dense() as a bias, with -inf for hidden keys");
   TORCH_CHECK_NOT_IMPLEMENTED(!c.invariant, "mask: invariant=True", kIsNot, "use a Mask, or leave invariant out");
   TORCH_CHECK_VALUE(!c.mask_intervals, "mask: expected one mask, got the tensors of a Mask and of a BlockMask");

@@ -165,7 +165,8 @@ Origin origin_of(const std::optional<std::vector<c10::SymInt>>& given) {
   if (place.size() == 2) return origin;
   origin.row = place[2].expect_int();
   origin.key = place[3].expect_int();
-  origin.shift = static_cast<int32_t>(origin.row - origin.key);
+  const int64_t shift = place.size() > 4 ? place[4].expect_int() : 0;
+  origin.shift = static_cast<int32_t>(origin.row + shift - origin.key);
   origin.length_mask = 0;
   return origin;
 }

@@ -3,6 +3,7 @@
 #include <ATen/TensorSubclassLikeUtils.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <cmath>
 #include <initializer_list>
 #include <string>
@@ -302,11 +303,17 @@ void check_origin(const std::optional<std::vector<c10::SymInt>>& origin) {
   // Sums of two positions must fit into 32 bits, which some kernels use.
   constexpr int64_t kLargest = int64_t{1} << 29;
   const std::vector<c10::SymInt>& place = *origin;
-  TORCH_CHECK_VALUE(place.size() == 2 || place.size() == 4,
-                    "origin: expected None, (batch, head) or (batch, head, row, key), got ", place.size(), " numbers");
-  for (const c10::SymInt& number : place)
-    TORCH_CHECK_VALUE(holds(number.sym_ge(0)) && holds(number.sym_le(kLargest)),
+  TORCH_CHECK_VALUE(
+      place.size() == 2 || place.size() == 4 || place.size() == 5,
+      "origin: expected None, (batch, head) or (batch, head, row, key), the latter with shift as a fifth or ",
+      "without, got ", place.size(), " numbers");
+  for (size_t i = 0; i < std::min<size_t>(place.size(), 4); ++i)
+    TORCH_CHECK_VALUE(holds(place[i].sym_ge(0)) && holds(place[i].sym_le(kLargest)),
                       "origin: expected numbers from 0 to 2^29, got ", place);
+  if (place.size() < 5) return;
+  const c10::SymInt position = place[2] + place[4] - place[3];
+  TORCH_CHECK_VALUE(holds(position.sym_ge(-kLargest)) && holds(position.sym_le(kLargest)),
+                    "origin: expected row + shift - key from -2^29 to 2^29, got ", place);
 }
 
 void validate_rng_state(const std::optional<at::Tensor>& given, const c10::SymFloat& dropout_p,

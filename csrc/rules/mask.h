@@ -5,7 +5,7 @@
 //
 // Causal is a window without keys on the right. Windows are aligned to the bottom right corner: query i is at the
 // position of key i + Sk - Sq. In a call with an Origin that places its rows and keys in a larger call, query i is at
-// the position of key i + origin.row - origin.key.
+// the position of key i + origin.shift.
 #pragma once
 
 #include "params.h"

@@ -30,6 +30,13 @@ ORIGINS = st.one_of(
     st.tuples(
         st.integers(0, 3), st.integers(0, 5), st.sampled_from([0, 1, 16, 64, 100]), st.sampled_from([0, 1, 64, 70, 128])
     ),
+    st.tuples(
+        st.integers(0, 3),
+        st.integers(0, 5),
+        st.sampled_from([0, 16, 100]),
+        st.sampled_from([0, 64, 128]),
+        st.sampled_from([-90, -1, 20]),
+    ),
 )
 SCALES = st.one_of(st.none(), st.sampled_from([0.0, -0.2, 0.125, 1.0]))
 
@@ -50,7 +57,7 @@ def scores_and_masks(draw: st.DrawFn, varlen: bool) -> dict[str, Any]:
         "mask_batch": st.booleans(),
     })  # fmt: skip
     origin = some({"origin": ORIGINS})
-    if masks.get("mask") in BLOCK_KINDS and len(origin.get("origin", ())) == 4:
+    if masks.get("mask") in BLOCK_KINDS and len(origin.get("origin", ())) > 2:
         origin = {"origin": origin["origin"][:2]}
     return {
         **some({"softcap": st.sampled_from([0.3, 2.0, 30.0, 3e4, 1e8, 1e30])}),

@@ -125,6 +125,26 @@ def test_biases_and_masks_are_counted_from_the_origin(device: str) -> None:
         _agrees_with_the_reference(part, (0, 0, 64, 0), rule)
 
 
+@pytest.mark.parametrize("more_keys", [0, 90, -50])
+def test_parts_of_a_call_with_more_keys_than_rows_or_fewer(device: str, more_keys: int) -> None:
+    """The fifth number is the shift of the whole call, whose rows and keys are aligned at their ends."""
+    q, k, v = _qkv(device)
+    k, v = (torch.randn(B, S + more_keys, HK, t.shape[-1], device=device) for t in (k, v))
+    slopes, mask = torch.rand(HQ, device=device), Mask.chunked(30, S, S + more_keys, device=device)
+    for options in (
+        {"causal": True, "dropout_p": 0.2, "rng_seed": 1},
+        {"window_size": (40, 7), "mask": mask},
+        {"causal": True, "alibi_slopes": slopes, "dropout_p": 0.2, "rng_seed": 1},
+    ):
+        whole = flashattn_ext.forward(q, k, v, **options)
+        for row, end in ((0, 64), (64, 130)):
+            part = flashattn_ext.forward(q[:, row:end], k, v, **options, origin=(0, 0, row, 0, more_keys))
+            torch.testing.assert_close(part, whole[:, row:end], rtol=1e-5, atol=1e-6)
+        keys = slice(64, None)
+        own = options | ({"mask": Mask(mask.intervals[..., keys, :])} if "mask" in options else {})
+        _agrees_with_the_reference([q, k[:, keys], v[:, keys]], (0, 0, 0, 64, more_keys), own)
+
+
 @pytest.mark.parametrize("origin", [(0, 0, 5, 3), (2, 1, 17, 70)])
 def test_an_origin_anywhere_on_the_cpu(origin: tuple[int, ...]) -> None:
     rule = {"causal": True, "dropout_p": 0.5, "rng_seed": 5}

@@ -12,7 +12,15 @@ import flashattn_ext
 from flashattn_ext import Mask, ops
 
 B, SQ, SK, HQ, HK = 2, 37, 90, 4, 2
-ORIGINS = [(1, 1, 21, 0), (1, 1, 16, 6), (0, 2, 21, 70), (0, 0, 1, 63), (0, 0, 15, 64)]
+ORIGINS = [
+    (1, 1, 21, 0),
+    (1, 1, 16, 6),
+    (0, 2, 21, 70),
+    (0, 0, 1, 63),
+    (0, 0, 15, 64),
+    (1, 1, 21, 70, 45),
+    (0, 0, 30, 0, -25),
+]
 
 
 def _qkv(device: str, dtype: torch.dtype, *lead: int) -> list[Tensor]:
