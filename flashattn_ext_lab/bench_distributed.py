@@ -26,7 +26,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from flashattn_ext import distributed
 from flashattn_ext.distributed.head_exchange import HeadShares
-from flashattn_ext.distributed.plan import Rules, plan_of
+from flashattn_ext.distributed.plan import Rules, Side, plan_of
 from flashattn_ext.distributed.sharding import Sharding
 
 from . import ranks
@@ -173,7 +173,8 @@ def sent_bytes(case: Case, mode: str, rank: int, ranks: int) -> int:
         return (to_heads + to_rows + gradients + dout) * size
     starts = tuple(itertools.accumulate(case.lengths or (case.S,), initial=0))
     rules = Rules(-1, 0, True, False, False, False)
-    plan = plan_of(sharding, rank, starts, rules, bool(case.lengths), mode == "ring")
+    side = Side(sharding, starts)
+    plan = plan_of(side, side, rank, rules, bool(case.lengths), mode == "ring")
     sent = sum(segment.rows for step in plan.steps for _, segment in step.sent)
     received = sum(segment.rows for step in plan.steps for segment in step.received)
     return (2 * sent + received) * 2 * case.Hk * size  # keys and values twice, and their gradients back

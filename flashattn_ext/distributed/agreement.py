@@ -78,8 +78,8 @@ def agree(group: Any, description: dict[str, Any], contents: Mapping[str, Tensor
             "flashattn_ext.distributed: every rank of the group must make the same call, but the calls differ: "
             + "; ".join(different)
             + (
-                "; give seqlen: parts need not be equally long"
-                if any(t.startswith("seqlen ") for t in different)
+                "; give seqlen (and seqlen_k in cross attention): parts need not be equally long"
+                if any(t.startswith(("seqlen ", "seqlen_k ")) for t in different)
                 else ""
             )
         )

@@ -17,7 +17,7 @@ from .exchange_ops import distributed_forward
 from .groups import Group
 from .head_exchange import HeadShares
 from .local import EXTRAS, OF_FP8, RULES
-from .sharding import Sharding, checked_kind
+from .sharding import checked_kind, checked_length
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -33,31 +33,31 @@ GATHERED_BYTES = 4 * 2**30
 @overload
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, group: Group = ..., mode: str = ..., cu_seqlens: Tensor | None = ..., seqlen: int | None = ...,
-    sharding: str = ..., layout: str = ..., return_lse: Literal[False] = ..., return_max_logits: Literal[False] = ...,
+    cu_seqlens_k: Tensor | None = ..., seqlen_k: int | None = ..., sharding: str = ..., layout: str = ..., return_lse: Literal[False] = ..., return_max_logits: Literal[False] = ...,
     **options: Unpack[AttentionOptions],
 ) -> Tensor: ...  # fmt: skip
 @overload
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, group: Group = ..., mode: str = ..., cu_seqlens: Tensor | None = ..., seqlen: int | None = ...,
-    sharding: str = ..., layout: str = ..., return_lse: Literal[True], return_max_logits: Literal[False] = ...,
+    cu_seqlens_k: Tensor | None = ..., seqlen_k: int | None = ..., sharding: str = ..., layout: str = ..., return_lse: Literal[True], return_max_logits: Literal[False] = ...,
     **options: Unpack[AttentionOptions],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, group: Group = ..., mode: str = ..., cu_seqlens: Tensor | None = ..., seqlen: int | None = ...,
-    sharding: str = ..., layout: str = ..., return_lse: Literal[False] = ..., return_max_logits: Literal[True],
+    cu_seqlens_k: Tensor | None = ..., seqlen_k: int | None = ..., sharding: str = ..., layout: str = ..., return_lse: Literal[False] = ..., return_max_logits: Literal[True],
     **options: Unpack[AttentionOptions],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, group: Group = ..., mode: str = ..., cu_seqlens: Tensor | None = ..., seqlen: int | None = ...,
-    sharding: str = ..., layout: str = ..., return_lse: Literal[True], return_max_logits: Literal[True],
+    cu_seqlens_k: Tensor | None = ..., seqlen_k: int | None = ..., sharding: str = ..., layout: str = ..., return_lse: Literal[True], return_max_logits: Literal[True],
     **options: Unpack[AttentionOptions],
 ) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
 @overload
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, group: Group = ..., mode: str = ..., cu_seqlens: Tensor | None = ..., seqlen: int | None = ...,
-    sharding: str = ..., layout: str = ..., return_lse: bool = ..., return_max_logits: bool = ...,
+    cu_seqlens_k: Tensor | None = ..., seqlen_k: int | None = ..., sharding: str = ..., layout: str = ..., return_lse: bool = ..., return_max_logits: bool = ...,
     **options: Unpack[AttentionOptions],
 ) -> Tensor | tuple[Tensor, ...]: ...  # fmt: skip
 @calls.lists(AttentionOptions)
@@ -70,6 +70,8 @@ def attention(
     mode: str = "auto",
     cu_seqlens: Tensor | None = None,
     seqlen: int | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    seqlen_k: int | None = None,
     sharding: str = "zigzag",
     layout: str = "bshd",
     return_lse: bool = False,
@@ -77,21 +79,23 @@ def attention(
     rng_seed: int | None = None,
     **options: Any,
 ) -> Tensor | tuple[Tensor, ...]:
-    """Self-attention over a sequence that is split over ranks; differentiable. All ranks of the group must call it.
-
-    Cross attention, with keys of another sequence, is refused: give every rank all keys and values there, and call forward().
+    """Attention over a sequence that is split over ranks; differentiable. All ranks of the group must call it.
 
     Results and gradients equal flashattn_ext.forward (varlen_forward with cu_seqlens) on the whole sequence. With a given rng_seed the
     dropout mask is the same, bit for bit.
 
+    Self-attention, or cross attention to keys of another sequence, of any length: both sequences are split in the same way, each over
+    all ranks, and causal and windows are aligned at the last row and key of the whole, as in forward. Keys that every rank has as a
+    whole need no exchange: call forward() on the rank's queries there.
+
     The other arguments are those of forward. They mean the same, for the whole sequence: mask is a Mask of all keys, with rows counted in
     the whole (packed: in their sequence), the same on every rank; sink, alibi_slopes and relative_bias are the same on every rank; bias
-    has this rank's rows and all keys: [B or 1, Hq or 1, s or 1, S]. origin may be (batch, head).
+    has this rank's rows and all keys: [B or 1, Hq or 1, s or 1, Sk]. origin may be (batch, head).
 
     Args:
         q: this rank's queries [B, s, Hq, D] (layout "bhsd": [B, Hq, s, D]; with cu_seqlens [s, Hq, D]), as shard() splits them.
-        k: this rank's keys [B, s, Hk, D], of the same positions.
-        v: this rank's values [B, s, Hk, Dv], of the same positions.
+        k: this rank's keys [B, sk, Hk, D], as shard() splits them: in self-attention those of the same positions.
+        v: this rank's values [B, sk, Hk, Dv], of the positions of k.
         group: the ranks that share the sequence: a process group, a DeviceMesh of one dimension, or None for all ranks.
         mode: what the ranks exchange. "ulysses": each rank gets all rows of some heads; Hq must be divisible by the number of
             ranks. "allgather": each rank gets the keys and values that its queries see, all at once. "ring": the same, from one
@@ -99,7 +103,9 @@ def attention(
             "flashattn_ext.distributed").
         cu_seqlens: int32 [n + 1], where packed sequences begin in the whole, as in varlen_forward. Best on the CPU: reading it from another
             device synchronises with that device.
-        seqlen: number of positions of the whole sequence. By default cu_seqlens[-1], or s times the number of ranks.
+        seqlen: number of positions of the whole sequence of queries. By default cu_seqlens[-1], or s times the number of ranks.
+        cu_seqlens_k: int32 [n + 1], where the keys of the packed sequences begin, in cross attention; None: where the queries do.
+        seqlen_k: number of positions of the whole sequence of keys. By default cu_seqlens_k[-1], or seqlen: cross attention needs one of them.
         sharding: "zigzag" or "contiguous", as passed to shard().
         layout: "bshd" or "bhsd", of q, k, v and the result.
         return_lse: also return lse [B, Hq, s] ([Hq, s] with cu_seqlens).
@@ -127,7 +133,9 @@ def attention(
     if mode not in MODES:
         raise ValueError(f"mode: expected one of {MODES}, got {mode!r}")
     rng_seed, bhsd = arguments.seed(rng_seed), arguments.is_bhsd(layout)
-    arguments.optional_tensors(cu_seqlens=cu_seqlens)
+    arguments.optional_tensors(cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k)
+    if cu_seqlens_k is not None and cu_seqlens is None:
+        raise ValueError("cu_seqlens: expected the starts of the packed queries beside cu_seqlens_k, got None")
     tensors, call_options = calls.convert("attention", q, k, v, calls.DENSE, "bshd", **options)
     tensors = calls.autocast(tensors)
     _check_tangents(tensors)
@@ -136,8 +144,11 @@ def attention(
         tensors = tensors._replace(
             q=tensors.q.transpose(1, 2), k=tensors.k.transpose(1, 2), v=tensors.v.transpose(1, 2)
         )
-    of = Sharding(_length(tensors.q, cu_seqlens, seqlen, pg), dist.get_world_size(pg), checked_kind(sharding))
-    mode = mode if mode != "auto" else _chosen(tensors, of)
+    kind, ranks = checked_kind(sharding), dist.get_world_size(pg)
+    seqlen = _length("seqlen", seqlen, cu_seqlens, _rows(tensors.q) * ranks)
+    # Not from the number of keys on this rank: ranks would take different lengths where parts are not equally long.
+    seqlen_k = _length("seqlen_k", seqlen_k, cu_seqlens_k, seqlen)
+    mode = mode if mode != "auto" else _chosen(tensors, seqlen_k, ranks)
     batch, head = _first_batch_and_head(call_options)
     needs_lse, returns_max_logits = (
         arguments.flag(name, value)
@@ -145,12 +156,12 @@ def attention(
     )
     # Centres for 16 bits only: with them a packed fp64 ring with dropout and slopes raised on one rank.
     settings = Settings(
-        **{option.name: getattr(call_options, option.name) for option in RULES}, batch=batch, head=head, seqlen=of.seqlen,
-        sharding=of.kind, mode=mode, group=groups.name_of(pg), needs_lse=needs_lse,
+        **{option.name: getattr(call_options, option.name) for option in RULES}, batch=batch, head=head, seqlen=seqlen,
+        seqlen_k=seqlen_k, sharding=kind, mode=mode, group=groups.name_of(pg), needs_lse=needs_lse,
         keeps_centres=q.dtype.itemsize == 2 and keeps_centres(tensors, lambda bias: bias.requires_grad), returns_max_logits=returns_max_logits,
     )  # fmt: skip
     given = Tensors(
-        tensors.q, tensors.k, tensors.v, cu_seqlens, *(getattr(tensors, option.name) for option in EXTRAS),
+        tensors.q, tensors.k, tensors.v, cu_seqlens, cu_seqlens_k, *(getattr(tensors, option.name) for option in EXTRAS),
         tensors.q.new_empty(2, dtype=torch.int64),
     )  # fmt: skip
     if not torch.compiler.is_compiling() and call_options.dropout_p > 0:  # a call that is refused draws no seed
@@ -197,12 +208,16 @@ def _first_batch_and_head(options: CallOptions) -> tuple[int, int]:
     return origin[0], origin[1]
 
 
-def _length(q: Tensor, cu_seqlens: Tensor | None, seqlen: int | None, group: Any) -> int:
-    if seqlen is not None:
-        return arguments.integer("seqlen", seqlen)
+def _rows(t: Tensor) -> int:
+    return int(t.shape[0 if t.dim() == 3 else 1])
+
+
+def _length(name: str, given: int | None, cu_seqlens: Tensor | None, otherwise: int) -> int:
+    if given is not None:
+        return checked_length(name, given)
     if cu_seqlens is not None and cu_seqlens.numel():
         return int(cu_seqlens[-1])
-    return int(q.shape[0 if q.dim() == 3 else 1]) * dist.get_world_size(group)
+    return otherwise
 
 
 def _rng_state(q: Tensor, dropout_p: float, rng_seed: int | None) -> Tensor:
@@ -211,12 +226,12 @@ def _rng_state(q: Tensor, dropout_p: float, rng_seed: int | None) -> Tensor:
     return torch.empty(0, dtype=torch.int64, device=q.device) if state is None else state
 
 
-def _chosen(tensors: CallTensors, of: Sharding) -> str:
+def _chosen(tensors: CallTensors, seqlen_k: int, ranks: int) -> str:
     """The mode that `auto` stands for. It depends only on sizes that are equal on all ranks, so that all ranks choose the same."""
-    heads_q, heads_k, ranks = tensors.q.shape[-2], tensors.k.shape[-2], of.ranks
+    heads_q, heads_k = tensors.q.shape[-2], tensors.k.shape[-2]
     widths = tensors.k.shape[-1] + tensors.v.shape[-1]
     batch = tensors.q.shape[0] if tensors.q.dim() == 4 else 1
-    gathered = batch * of.seqlen * heads_k * widths * tensors.k.element_size()
+    gathered = batch * seqlen_k * heads_k * widths * tensors.k.element_size()
     if heads_k and heads_q % ranks == 0 and heads_q % heads_k == 0:
         repeated = len(HeadShares(heads_q, heads_k, ranks).keys(0)) * ranks
         mode, why = (

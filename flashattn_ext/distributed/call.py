@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 from collections import namedtuple
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from . import groups
 from .agreement import agree
 from .head_exchange import HeadShares
 from .local import EXTRAS, RULES, Extras
+from .plan import Side
 from .sharding import Sharding, check_length
 
 if TYPE_CHECKING:
@@ -29,6 +31,7 @@ TENSOR_TYPES = {
     "k": "Tensor",
     "v": "Tensor",
     "cu_seqlens": "Tensor?",  # [n + 1], for the whole sequence; on the CPU, reading it does not synchronise
+    "cu_seqlens_k": "Tensor?",  # those of the keys; None if they are those of the queries
     **{option.name: option.type for option in EXTRAS},
     "rng_state": "Tensor",
 }
@@ -36,7 +39,8 @@ SETTING_TYPES = {
     **{option.name: "float" if option.type == "Scalar" else option.type for option in RULES},
     "batch": "SymInt",  # place of the call in a larger one
     "head": "SymInt",
-    "seqlen": "SymInt",  # positions of the whole sequence
+    "seqlen": "SymInt",  # positions of the whole sequence of queries
+    "seqlen_k": "SymInt",  # and of the whole sequence of keys
     "sharding": "str",
     "mode": "str",  # "ulysses", "allgather" or "ring"
     "group": "str",
@@ -74,7 +78,12 @@ def group_of(settings: Settings) -> Any:
 
 
 def sharding_of(s: Settings) -> Sharding:
+    """How the queries are split."""
     return Sharding(s.seqlen, dist.get_world_size(group_of(s)), s.sharding)
+
+
+def sharding_of_keys(s: Settings) -> Sharding:
+    return replace(sharding_of(s), seqlen=s.seqlen_k)
 
 
 def shares_of(tensors: Tensors, s: Settings) -> HeadShares:
@@ -91,14 +100,39 @@ def extras_of(tensors: Tensors) -> Extras:
     return Extras(*(getattr(tensors, option.name) for option in EXTRAS))
 
 
-def documents_of(tensors: Tensors, s: Settings) -> tuple[int, ...] | None:
-    """The start of each packed sequence, then the end of the last; None for a dense call."""
+class Sides(NamedTuple):
+    queries: Side
+    keys: Side
+
+
+def sides_of(tensors: Tensors, s: Settings) -> Sides:
+    """Where the queries and the keys of the whole call are."""
+    of, of_keys = sharding_of(s), sharding_of_keys(s)
     if tensors.cu_seqlens is None:
-        return None
-    starts = tuple(tensors.cu_seqlens.tolist())
-    if not starts or starts[0] != 0 or starts[-1] > s.seqlen or any(a > b for a, b in itertools.pairwise(starts)):
+        return Sides(Side(of, (0, of.seqlen)), Side(of_keys, (0, of_keys.seqlen)))
+    queries = _documents("cu_seqlens", tensors.cu_seqlens, of)
+    if tensors.cu_seqlens_k is None:
+        return Sides(Side(of, queries), Side(of_keys, _documents("cu_seqlens", tensors.cu_seqlens, of_keys)))
+    keys = _documents("cu_seqlens_k", tensors.cu_seqlens_k, of_keys)
+    if len(keys) != len(queries):
         raise ValueError(
-            f"cu_seqlens: expected starts from 0 that do not decrease and end within the {s.seqlen} positions of the whole, got "
+            f"cu_seqlens_k: expected the length of cu_seqlens ({len(queries)}), got {len(keys)}; a sequence without keys is an empty one"
+        )
+    return Sides(Side(of, queries), Side(of_keys, keys))
+
+
+def starts_of_keys(tensors: Tensors) -> Tensor | None:
+    """cu_seqlens of the keys, None for a dense call."""
+    starts: Tensor | None = tensors.cu_seqlens if tensors.cu_seqlens_k is None else tensors.cu_seqlens_k
+    return starts
+
+
+def _documents(name: str, cu_seqlens: Tensor, of: Sharding) -> tuple[int, ...]:
+    """The start of each packed sequence, then the end of the last."""
+    starts = tuple(cu_seqlens.tolist())
+    if not starts or starts[0] != 0 or starts[-1] > of.seqlen or any(a > b for a, b in itertools.pairwise(starts)):
+        raise ValueError(
+            f"{name}: expected starts from 0 that do not decrease and end within the {of.seqlen} positions of the whole, got "
             f"{list(starts[:8])}{'...' * (len(starts) > 8)}"
         )
     return starts
@@ -121,10 +155,10 @@ def _description(tensors: Tensors, s: Settings) -> dict[str, Any]:
         if t is None or name == "rng_state":
             continue
         shape = list(t.shape)
-        if name == "cu_seqlens":
+        if name in ("cu_seqlens", "cu_seqlens_k"):
             shape = ["n"]  # the number of sequences changes with every batch
         elif name in ("q", "k", "v") and len(shape) > 2:
-            shape[-3] = "rows"
+            shape[-3] = "rows" if name == "q" else "keys"
         elif name == "bias" and len(shape) == 4 and 1 in sharding_of(s).lengths():
             shape[2] = (
                 "rows or 1"  # a rank with one query cannot tell the two apart; HeadExchange compares with the other ranks
@@ -137,7 +171,7 @@ def _description(tensors: Tensors, s: Settings) -> dict[str, Any]:
 
 def _contents(tensors: Tensors, s: Settings) -> dict[str, Tensor]:
     """The tensors whose values must be the same on all ranks. A bias with one row for each query is not among them."""
-    names = ("cu_seqlens", *(option.name for option in EXTRAS if option.name != "bias"))
+    names = ("cu_seqlens", "cu_seqlens_k", *(option.name for option in EXTRAS if option.name != "bias"))
     shared = {name: getattr(tensors, name) for name in names}
     bias = tensors.bias
     if bias is not None and bias.dim() == 4 and bias.shape[2] == 1 and 1 not in sharding_of(s).lengths():
@@ -146,17 +180,10 @@ def _contents(tensors: Tensors, s: Settings) -> dict[str, Tensor]:
 
 
 def _check_lengths(tensors: Tensors, s: Settings) -> None:
-    of, rank = sharding_of(s), dist.get_rank(group_of(s))
-    rows = tensors.q.shape[-3]
-    check_length("q", rows, of, rank)
-    for name in ("k", "v"):
-        given = getattr(tensors, name).shape[-3]
-        if given != rows:
-            raise ValueError(
-                f"{name}: expected the positions of q, {rows} on rank {rank} of {of.ranks}, got {given}: the ranks share one sequence in "
-                "self-attention. For cross attention call flashattn_ext.forward on this rank's queries with the keys and values of all "
-                "ranks, from an all_gather that sums gradients, as torch.distributed.nn.functional.all_gather"
-            )
+    of_keys, rank = sharding_of_keys(s), dist.get_rank(group_of(s))
+    check_length("q", tensors.q.shape[-3], sharding_of(s), rank)
+    check_length("k", tensors.k.shape[-3], of_keys, rank)
+    check_length("v", tensors.v.shape[-3], of_keys, rank)
 
 
 def _check_own(tensors: Tensors, s: Settings) -> None:
@@ -180,7 +207,7 @@ def _check_own(tensors: Tensors, s: Settings) -> None:
 def _check_whole_call(tensors: Tensors, s: Settings) -> None:
     """Runs the checks of the single-device op on a call with the whole sequence, on the meta device."""
 
-    def whole(name: str, rows_dim: int | None = None) -> Tensor | None:
+    def whole(name: str, rows_dim: int | None = None, rows: int = s.seqlen) -> Tensor | None:
         t = getattr(tensors, name)
         if t is None:
             return None
@@ -190,20 +217,21 @@ def _check_whole_call(tensors: Tensors, s: Settings) -> None:
                 raise ValueError(
                     f"bias: expected the {tensors.q.shape[-3]} rows of this rank, or 1, in dimension 2, got {shape[2]} in shape {shape}"
                 )
-            shape[rows_dim] = s.seqlen
+            shape[rows_dim] = rows
         return torch.empty(shape, dtype=t.dtype, device="meta")
 
     for name, t in tensors._asdict().items():
-        if t is not None and name != "cu_seqlens" and t.device != tensors.q.device:
+        if t is not None and not name.startswith("cu_seqlens") and t.device != tensors.q.device:
             raise ValueError(f"{name}: expected the device of q ({tensors.q.device}), got {t.device}")
     if s.dropout_p >= 1:
         raise ValueError(f"dropout_p: expected a probability in [0, 1), got {s.dropout_p}")
     starts = whole("cu_seqlens")
+    starts_k = starts if tensors.cu_seqlens_k is None else whole("cu_seqlens_k")
     extras = {option.name: whole(option.name, 2 if option.name == "bias" else None) for option in EXTRAS}
     intervals = extras["mask_intervals"]
     extremes = None if intervals is None else ops.mask_extremes(intervals)
     state = torch.empty(tensors.rng_state.shape, dtype=torch.int64, device="meta")
-    q, k, v = whole("q", -3), whole("k", -3), whole("v", -3)
-    call = CallTensors(q, k, v, cu_seqlens_q=starts, cu_seqlens_k=starts, **extras, mask_extremes=extremes)
-    options = options_of(s)._replace(max_seqlen_q=s.seqlen, max_seqlen_k=s.seqlen)
+    q, k, v = whole("q", -3), whole("k", -3, s.seqlen_k), whole("v", -3, s.seqlen_k)
+    call = CallTensors(q, k, v, cu_seqlens_q=starts, cu_seqlens_k=starts_k, **extras, mask_extremes=extremes)
+    options = options_of(s)._replace(max_seqlen_q=s.seqlen, max_seqlen_k=s.seqlen_k)
     ops.pure_forward(*call, *options, state, False, False, False, [])

@@ -18,12 +18,11 @@ from .call import (
     Tensors,
     call_of,
     check,
-    documents_of,
     extras_of,
     group_of,
     options_of,
-    sharding_of,
     shares_of,
+    sides_of,
 )
 from .communication import guarded
 from .head_exchange import HeadExchange
@@ -58,8 +57,8 @@ def _common(tensors: Tensors, settings: Settings) -> dict[str, Any]:
         "extras": extras_of(tensors),
         "rng_state": tensors.rng_state,
         "options": options_of(settings),
-        "sharding": sharding_of(settings),
-        "documents": documents_of(tensors, settings),
+        **sides_of(tensors, settings)._asdict(),
+        "is_packed": tensors.cu_seqlens is not None,
         "group": group_of(settings),
     }
 
@@ -132,8 +131,8 @@ def _fake_forward(*arguments: Any) -> tuple[Tensor, ...]:
     return (
         out, lse if settings.needs_lse else lse.new_empty(0),
         lse.new_empty((*batch, shares.each, settings.seqlen, ops.CENTRES) if settings.keeps_centres else 0),
-        q.new_empty((*whole, shares.each, head_dim)), k.new_empty((*whole, keys, head_dim)),
-        v.new_empty((*whole, keys, v.shape[-1])), q.new_empty((*whole, shares.each, v.shape[-1])),
+        q.new_empty((*whole, shares.each, head_dim)), k.new_empty((*batch, settings.seqlen_k, keys, head_dim)),
+        v.new_empty((*batch, settings.seqlen_k, keys, v.shape[-1])), q.new_empty((*whole, shares.each, v.shape[-1])),
         q.new_empty((*batch, shares.each, settings.seqlen), dtype=statistics), max_logits,
     )  # fmt: skip
 

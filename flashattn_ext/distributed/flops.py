@@ -11,7 +11,7 @@ from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from .. import flops
 from ..options import CallTensors
-from .call import Settings, Tensors, call_of, group_of, options_of
+from .call import Settings, Tensors, call_of, group_of, options_of, starts_of_keys
 from .exchange_ops import distributed_backward, distributed_forward
 
 _FORWARD, _BACKWARD = distributed_forward.overloadpacket, distributed_backward.overloadpacket
@@ -20,15 +20,15 @@ _FORWARD, _BACKWARD = distributed_forward.overloadpacket, distributed_backward.o
 def _whole_call(tensors: Tensors, settings: Settings) -> tuple[Any, ...]:
     """The arguments that the single-device ops have in common, for the whole sequence, as tensors without values."""
 
-    def whole(t: Tensor) -> Tensor:
+    def whole(t: Tensor, seqlen: int) -> Tensor:
         shape = list(t.shape)
-        shape[-3] = settings.seqlen
+        shape[-3] = seqlen
         return torch.empty(shape, dtype=t.dtype, device="meta")
 
-    q, k, v = (whole(t) for t in tensors[:3])
-    starts, intervals = tensors.cu_seqlens, tensors.mask_intervals
-    call = CallTensors(q, k, v, cu_seqlens_q=starts, cu_seqlens_k=starts, mask_intervals=intervals)
-    return *call, *options_of(settings)._replace(max_seqlen_q=settings.seqlen, max_seqlen_k=settings.seqlen)
+    q, k, v = whole(tensors.q, settings.seqlen), *(whole(t, settings.seqlen_k) for t in (tensors.k, tensors.v))
+    starts_q, starts_k = tensors.cu_seqlens, starts_of_keys(tensors)
+    call = CallTensors(q, k, v, cu_seqlens_q=starts_q, cu_seqlens_k=starts_k, mask_intervals=tensors.mask_intervals)
+    return *call, *options_of(settings)._replace(max_seqlen_q=settings.seqlen, max_seqlen_k=settings.seqlen_k)
 
 
 def _flops(arguments: tuple[Any, ...], counted: int) -> int:

@@ -22,6 +22,7 @@ from ..options import CallOptions, CallTensors
 from . import local
 from .communication import all_to_all, guarded
 from .local import EXTRAS, Extras, Gradients
+from .plan import Side
 from .sharding import Sharding
 
 
@@ -62,15 +63,16 @@ class HeadExchange:
     extras: Extras
     rng_state: Tensor
     options: CallOptions
-    sharding: Sharding
-    documents: tuple[int, ...] | None
+    queries: Side
+    keys: Side
+    is_packed: bool
     group: Any
     shares: HeadShares
 
     def __post_init__(self) -> None:
         self.rank = dist.get_rank(self.group)
-        self.ranks = self.sharding.ranks
-        self.row_dim = 1 if self.documents is None else 0
+        self.ranks = self.queries.sharding.ranks
+        self.row_dim = 0 if self.is_packed else 1
 
     # --- exchanges ------------------------------------------------------------------------------------------------------
     # Tensors are [B, rows, heads, width], packed ones without the B. A message is the concatenation of flattened pieces.
@@ -91,19 +93,19 @@ class HeadExchange:
             sent_sizes.append(size)
         shapes = [
             [
-                self._shape(t, length, len(self._heads(self.rank, of_keys)))
+                self._shape(t, self._sharding(of_keys).length(rank), len(self._heads(self.rank, of_keys)))
                 for t, of_keys in zip(tensors, are_keys, strict=True)
             ]
-            for length in self.sharding.lengths()
+            for rank in range(self.ranks)
         ]
         received = self._exchange(pieces, sent_sizes, shapes)
         whole = [
-            t.new_empty(self._shape(t, self.sharding.seqlen, len(self._heads(self.rank, of_keys))))
+            t.new_empty(self._shape(t, self._sharding(of_keys).seqlen, len(self._heads(self.rank, of_keys))))
             for t, of_keys in zip(tensors, are_keys, strict=True)
         ]
         for rank, parts in enumerate(received):
-            for target, part in zip(whole, parts, strict=True):
-                self.sharding.put(target, part, self.row_dim, rank)
+            for target, part, of_keys in zip(whole, parts, are_keys, strict=True):
+                self._sharding(of_keys).put(target, part, self.row_dim, rank)
         return whole
 
     def _to_rows(self, tensors: Sequence[Tensor], are_keys: Sequence[bool], heads: Sequence[int]) -> list[Tensor]:
@@ -111,24 +113,25 @@ class HeadExchange:
         pieces, sent_sizes = [], []
         for rank in range(self.ranks):
             size = 0
-            for t in tensors:
-                for span in self.sharding.spans(rank):
+            for t, of_keys in zip(tensors, are_keys, strict=True):
+                for span in self._sharding(of_keys).spans(rank):
                     piece = t.narrow(self.row_dim, span.begin, span.length)
                     pieces.append(piece)
                     size += piece.numel()
             sent_sizes.append(size)
-        spans = self.sharding.spans(self.rank)
         shapes = [
             [
                 self._shape(t, span.length, len(self._heads(rank, of_keys)))
                 for t, of_keys in zip(tensors, are_keys, strict=True)
-                for span in spans
+                for span in self._sharding(of_keys).spans(self.rank)
             ]
             for rank in range(self.ranks)
         ]
         received = self._exchange(pieces, sent_sizes, shapes)
-        rows, results = self.sharding.length(self.rank), []
-        for index, (t, of_keys, count) in enumerate(zip(tensors, are_keys, heads, strict=True)):
+        results, first = [], 0  # `first` counts the pieces of the tensors before in what a rank has sent
+        for t, of_keys, count in zip(tensors, are_keys, heads, strict=True):
+            sharding = self._sharding(of_keys)
+            rows, spans = sharding.length(self.rank), sharding.spans(self.rank)
             sums = of_keys and self.shares.heads_k % self.ranks != 0
             statistics = torch.promote_types(t.dtype, torch.float32)
             make = t.new_zeros if sums else t.new_empty
@@ -136,11 +139,15 @@ class HeadExchange:
             for rank, parts in enumerate(received):
                 of_rank = self._heads(rank, of_keys)
                 target = result.narrow(self.row_dim + 1, of_rank.start, len(of_rank))
-                for span, part in zip(spans, parts[index * len(spans) :], strict=False):
+                for span, part in zip(spans, parts[first:], strict=False):
                     of_span = target.narrow(self.row_dim, span.at, span.length)
                     of_span.add_(part) if sums else of_span.copy_(part)
             results.append(result.to(t.dtype))
+            first += len(spans)
         return results
+
+    def _sharding(self, of_keys: bool) -> Sharding:
+        return (self.keys if of_keys else self.queries).sharding
 
     def _heads(self, rank: int, of_keys: bool) -> range:
         return self.shares.keys(rank) if of_keys else self.shares.queries(rank)
@@ -178,7 +185,8 @@ class HeadExchange:
         if repeated == list(range(count)):
             return gradient
         total = gradient.new_zeros(
-            self._shape(gradient, self.sharding.seqlen, count), dtype=torch.promote_types(gradient.dtype, torch.float32)
+            self._shape(gradient, self.keys.sharding.seqlen, count),
+            dtype=torch.promote_types(gradient.dtype, torch.float32),
         )
         for index, head in enumerate(repeated):  # index_add_ is not deterministic on GPUs
             total.select(self.row_dim + 1, head).add_(gradient.select(self.row_dim + 1, index))
@@ -195,9 +203,8 @@ class HeadExchange:
         of_heads = {name: t.narrow(dim, heads.start, len(heads)) for name, dim, t in self._per_head()}
         extras = extras._replace(**of_heads, bias=bias, mask_intervals=intervals)
         sequences = None
-        if self.documents is not None:
-            lengths = [end - begin for begin, end in zip(self.documents, self.documents[1:], strict=False)]
-            sequences = local.packed(lengths, lengths, q.device)
+        if self.is_packed:
+            sequences = local.packed(self.queries.lengths(), self.keys.lengths(), q.device)
         batch, head = self.options.origin or (0, 0)
         origin = [batch, head + heads.start]
         options = local.with_lengths(self.options._replace(origin=origin), sequences)
@@ -231,7 +238,7 @@ class HeadExchange:
         bias = self.extras.bias
         assert bias is not None
         has_rows = bool(bias.shape[2] != 1)
-        lengths = self.sharding.lengths()
+        lengths = self.queries.sharding.lengths()
         if 1 not in lengths:
             return has_rows
         tells = lengths[self.rank] != 1
@@ -270,7 +277,7 @@ class HeadExchange:
 
     def _with_shares(self, shares: HeadShares) -> HeadExchange:
         return HeadExchange(
-            self.extras, self.rng_state, self.options, self.sharding, self.documents, self.group, shares
+            self.extras, self.rng_state, self.options, self.queries, self.keys, self.is_packed, self.group, shares
         )  # fmt: skip
 
     # --- forward and backward -------------------------------------------------------------------------------------------

@@ -25,13 +25,12 @@ from ..options import LEARNED, CallOptions, CallTensors, wanted
 from . import local
 from .communication import Transfer
 from .local import Extras, Gradients
-from .plan import Part, Plan, Rules, Step, plan_of
-from .sharding import Sharding
+from .plan import Part, Plan, Rules, Side, Step, plan_of
 
 
 @dataclass
 class KeyExchange:
-    """One call on this rank: q [B, s, Hq, D], k [B, s, Hk, D], v [B, s, Hk, Dv] of its positions, packed without the B."""
+    """One call on this rank: q [B, sq, Hq, D], k [B, sk, Hk, D], v [B, sk, Hk, Dv] of its positions, packed without the B."""
 
     q: Tensor
     k: Tensor
@@ -39,8 +38,9 @@ class KeyExchange:
     extras: Extras
     rng_state: Tensor
     options: CallOptions  # those of the whole call; origin is (batch, head)
-    sharding: Sharding
-    documents: tuple[int, ...] | None  # packed sequences: the start of each, then the end of the last
+    queries: Side  # where the positions of q are, and in `keys` those of k and v
+    keys: Side
+    is_packed: bool
     group: Any
     ring: bool
     returns_max_logits: bool = False
@@ -53,9 +53,8 @@ class KeyExchange:
             extras.alibi_slopes is not None or extras.relative_bias is not None,
             extras.bias is not None or extras.mask_intervals is not None, options.dropout_p > 0,
         )  # fmt: skip
-        documents = self.documents or (0, self.sharding.seqlen)
         rank = dist.get_rank(self.group)
-        self.plan: Plan = plan_of(self.sharding, rank, documents, rules, self.documents is not None, self.ring)
+        self.plan: Plan = plan_of(self.queries, self.keys, rank, rules, self.is_packed, self.ring)
         self.statistics = torch.promote_types(self.q.dtype, torch.float32)
 
     # --- keys -----------------------------------------------------------------------------------------------------------
@@ -93,7 +92,7 @@ class KeyExchange:
     def _tensors(self, part: Part, keys: Tensor, values: Tensor) -> CallTensors:
         sequences, extras, places = None, self.extras, part.places
         first, last = places[0].document, places[-1].document + 1
-        if self.documents is not None:
+        if self.is_packed:
             sequences = local.packed(
                 [p.last_row - p.row for p in places], [p.last_key - p.key for p in places], self.q.device
             )
@@ -104,13 +103,11 @@ class KeyExchange:
         if intervals is not None:
             intervals = intervals.narrow(-2, part.first_key, count)
         extras = extras._replace(
-            mask_intervals=_hiding(intervals, part.added_keys, count, self.documents is not None, self.q.device)
+            mask_intervals=_hiding(intervals, part.added_keys, count, self.is_packed, self.q.device)
         )
         if self.returns_max_logits and part.added_rows and part.origin is not None:
             real, keys_in_all = part.origin[2] + part.added_rows, count + part.added_keys
-            intervals = _hidden_before(
-                real, extras.mask_intervals, keys_in_all, self.documents is not None, self.q.device
-            )
+            intervals = _hidden_before(real, extras.mask_intervals, keys_in_all, self.is_packed, self.q.device)
             extras = extras._replace(mask_intervals=intervals)
         if extras.bias is not None:
             extras = extras._replace(bias=self._of_bias(extras.bias, part))
@@ -134,7 +131,7 @@ class KeyExchange:
             causal=part.causal, window_left=part.window[0], window_right=part.window[1],
             smooth_softmax=self.options.smooth_softmax and part.is_first, origin=None if origin is None else list(origin),
         )  # fmt: skip
-        if self.documents is None:
+        if not self.is_packed:
             return options
         lengths = [(p.last_row - p.row, p.last_key - p.key) for p in part.places]
         return options._replace(max_seqlen_q=max(x for x, _ in lengths), max_seqlen_k=max(x for _, x in lengths))
@@ -152,7 +149,7 @@ class KeyExchange:
         heads, length = self.q.shape[self.row_dim + 1], self.q.shape[self.row_dim]
         lse = self.q.new_full((*self.q.shape[: self.row_dim], heads, length), -math.inf, dtype=self.statistics)
         centres = lse.new_zeros((*lse.shape, ops.CENTRES) if keeps_centres else 0)
-        sequences = self.q.shape[0] if self.documents is None else len(self.documents) - 1
+        sequences = len(self.queries.documents) - 1 if self.is_packed else self.q.shape[0]
         max_logits = lse.new_full(
             (sequences, heads) if self.returns_max_logits else (0,), -math.inf, dtype=torch.float32
         )
@@ -170,7 +167,7 @@ class KeyExchange:
                 )  # fmt: skip
                 if self.returns_max_logits:
                     largest = max_logits
-                    if self.documents is not None:
+                    if self.is_packed:
                         largest = largest[part.places[0].document : part.places[-1].document + 1]
                     torch.maximum(largest, part_max_logits, out=largest)
                 if part.added_rows:
@@ -339,7 +336,7 @@ class _ExtraGradients:
             gradient = getattr(gradients, name)
             if gradient is None:
                 continue
-            if name == "alibi_slopes" and total.dim() == 2 and self.call.documents is not None:
+            if name == "alibi_slopes" and total.dim() == 2 and self.call.is_packed:
                 total = total[part.places[0].document : part.places[-1].document + 1]
             if name == "bias":
                 total = self.call._of_bias(total, part)
@@ -352,7 +349,7 @@ class _ExtraGradients:
         [B, Hq, rows, 3], packed without the B.
         """
         slopes, relative = self.sums.get("alibi_slopes"), self.sums.get("relative_bias")
-        if slopes is not None and self.call.documents is None:
+        if slopes is not None and not self.call.is_packed:
             of_entries = added[..., 0].sum(-1)
             slopes.add_(of_entries.sum(0) if slopes.dim() == 1 else of_entries)
         elif slopes is not None and slopes.dim() == 1:
@@ -363,7 +360,7 @@ class _ExtraGradients:
                 slopes[place.document].add_(of_document.sum(-1))
         if relative is not None:
             of_heads = added.sum(-2)
-            ends = of_heads if self.call.documents is not None else of_heads.sum(0)
+            ends = of_heads if self.call.is_packed else of_heads.sum(0)
             relative[:, 0].sub_(ends[:, 1])
             relative[:, -1].sub_(ends[:, 2])
 

@@ -17,7 +17,7 @@ from .sharding import checked_kind
 
 
 class DistributedAttention(FlashAttention):
-    """FlashAttention over q, k, v [B, s, H, head_dim] that are this rank's part of a sequence, as shard() gives it.
+    """FlashAttention over q, k, v [B, s, H, head_dim] that are this rank's part of a sequence (of two in cross attention), as shard() gives it.
 
     The gradients of a learnable sink, of slopes and of a relative bias are partial: their sum over the group is the gradient. DDP and
     FSDP reduce them like the gradients of other parameters.
@@ -56,6 +56,8 @@ class DistributedAttention(FlashAttention):
         mask: Mask | BlockMask | None = None,
         cu_seqlens: Tensor | None = None,
         seqlen: int | None = None,
+        cu_seqlens_k: Tensor | None = None,
+        seqlen_k: int | None = None,
         return_max_logits: bool = False,
         **unknown: NoReturn,
     ) -> Any:
@@ -63,12 +65,14 @@ class DistributedAttention(FlashAttention):
 
         Args:
             q: this rank's queries [B, s, Hq, head_dim], packed ones [s, Hq, head_dim].
-            k: this rank's keys [B, s, Hk, head_dim].
-            v: this rank's values [B, s, Hk, Dv].
+            k: this rank's keys [B, sk, Hk, head_dim].
+            v: this rank's values [B, sk, Hk, Dv].
             bias: as in distributed.attention.
             mask: as in distributed.attention.
             cu_seqlens: as in distributed.attention.
             seqlen: as in distributed.attention.
+            cu_seqlens_k: as in distributed.attention.
+            seqlen_k: as in distributed.attention.
             return_max_logits: as in distributed.attention.
 
         Returns:
@@ -84,7 +88,7 @@ class DistributedAttention(FlashAttention):
             raise names.not_an_argument("DistributedAttention.forward", unknown, more)
         return attention(
             q, k, v, group=self.group, mode=self.mode, sharding=self.sharding, cu_seqlens=cu_seqlens, seqlen=seqlen,
-            bias=bias, mask=mask, return_max_logits=return_max_logits, **self.call_options(q),
+            cu_seqlens_k=cu_seqlens_k, seqlen_k=seqlen_k, bias=bias, mask=mask, return_max_logits=return_max_logits, **self.call_options(q),
         )  # fmt: skip
 
     def extra_repr(self) -> str:

@@ -122,7 +122,9 @@ def shard_lengths(seqlen: int, *, group: Group = None, sharding: str = "zigzag")
         TypeError: seqlen is not an integer.
         RuntimeError: torch.distributed is not initialised.
     """
-    return Sharding(checked_seqlen(seqlen), dist.get_world_size(resolved(group)), checked_kind(sharding)).lengths()
+    return Sharding(
+        checked_length("seqlen", seqlen), dist.get_world_size(resolved(group)), checked_kind(sharding)
+    ).lengths()
 
 
 def unshard(
@@ -150,17 +152,17 @@ def unshard(
     group = resolved(group)
     ranks = dist.get_world_size(group)
     dim = _dimension(x, dim)
-    seqlen = x.shape[dim] * ranks if seqlen is None else checked_seqlen(seqlen)
+    seqlen = x.shape[dim] * ranks if seqlen is None else checked_length("seqlen", seqlen)
     of = Sharding(seqlen, ranks, checked_kind(sharding))
     check_length("x", x.shape[dim], of, dist.get_rank(group))
     whole: Tensor = _Unshard.apply(x, of, dim, group)  # type: ignore[no-untyped-call]
     return whole
 
 
-def checked_seqlen(seqlen: Any) -> int:
-    length = arguments.integer("seqlen", seqlen)
+def checked_length(name: str, given: Any) -> int:
+    length = arguments.integer(name, given)
     if length < 0:
-        raise ValueError(f"seqlen: expected at least 0, got {length}")
+        raise ValueError(f"{name}: expected at least 0, got {length}")
     return length
 
 
@@ -177,7 +179,7 @@ def check_length(name: str, length: int, of: Sharding, rank: int) -> None:
         raise ValueError(
             f"{name}: expected {of.length(rank)} of the {of.seqlen} positions of the sequence on rank {rank} of {of.ranks} "
             f"({of.kind} sharding gives the ranks {of.lengths()}), got {length}; split with shard(), and pass seqlen= with the length of "
-            "the whole where ranks have different lengths"
+            f"the whole where ranks have different lengths{', and seqlen_k= where keys are of another sequence' * (name in ('k', 'v'))}"
         )
 
 

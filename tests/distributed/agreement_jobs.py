@@ -104,21 +104,39 @@ def a_bias_that_has_rows_on_some_ranks_only_is_told(device: str) -> None:
         distributed.attention(*_qkv(device, S=rows), bias=bias, **options)
 
 
-def keys_of_another_length_are_refused_in_words(device: str) -> None:
+def keys_that_are_not_split_alike_are_told(device: str) -> None:
+    """In cross attention; keys of another length are an own sequence, of seqlen_k positions."""
     if dist.get_rank() >= 2:
         return
     q, k, v = _qkv(device)
-    words = "the ranks share one sequence in self-attention. For cross attention call flashattn_ext.forward"
+    starts = torch.tensor([0, 100, 2 * S], dtype=torch.int32)
+    packed = {"cu_seqlens": starts, "group": group_of(2)}
     for mode in ("auto", "ulysses", "allgather", "ring"):
-        for name, keys, values in (
-            ("k", k[:, :64], v[:, :64]),
-            ("k", torch.cat([k, k], 1), torch.cat([v, v], 1)),
-            ("v", k, v[:, :64]),
-        ):
-            with pytest.raises(
-                ValueError, match=rf"{name}: expected the positions of q, {S} on rank . of 2, got .*{words}"
-            ):
-                distributed.attention(q, keys, values, group=group_of(2), mode=mode)
+        options: dict[str, Any] = {"group": group_of(2), "mode": mode}
+        assert distributed.attention(q, k[:, :64], v[:, :64], seqlen_k=128, **options).shape == q.shape
+        told = "got {}; split with shard.*, and seqlen_k= where keys are of another sequence"
+        for name, keys, values in (("k", k[:, :64], v[:, :64]), ("v", k, v[:, :64])):
+            with pytest.raises(ValueError, match=rf"{name}: expected 128 of the 256 positions .* {told.format(64)}"):
+                distributed.attention(q, keys, values, **options)
+        with pytest.raises(ValueError, match=rf"k: expected 72 of the 200 positions .* {told.format(128)}"):
+            distributed.attention(q, k, v, seqlen_k=200, **options)
+        longer = 2 + dist.get_rank()
+        with pytest.raises(ValueError, match=r"seqlen_k is 512 on rank 0 and 768 on rank 1.*; give seqlen"):
+            distributed.attention(q, *(torch.cat([t] * longer, 1) for t in (k, v)), seqlen_k=2 * S * longer, **options)
+    q, k, v = (t[0] for t in (q, k, v))
+    distributed.attention(q, k, v, cu_seqlens_k=starts, mode="ring", **packed)  # the signature of the next calls
+    for wrong, told in (
+        ([0, 2 * S], r"cu_seqlens_k: expected the length of cu_seqlens \(3\), got 2"),
+        ([0, 9, 3], r"cu_seqlens_k: expected starts from 0 .* got \[0, 9, 3\]"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            distributed.attention(
+                q, k, v, cu_seqlens_k=torch.tensor(wrong, dtype=torch.int32), seqlen_k=2 * S, mode="ring", **packed
+            )
+    with pytest.raises(ValueError, match=r"cu_seqlens: expected the starts of the packed queries .* got None"):
+        distributed.attention(q, k, v, cu_seqlens_k=starts, group=group_of(2))
+    with pytest.raises(ValueError, match="seqlen_k: expected at least 0, got -1"):
+        distributed.attention(q, k, v, seqlen_k=-1, **packed)
 
 
 def a_refused_call_draws_no_seed(device: str) -> None:

@@ -23,9 +23,9 @@ from flashattn_ext import distributed
 MODES = ("ulysses", "allgather", "ring")
 
 
-def _parts(device: str, group: Any) -> list[Tensor]:
+def _parts(device: str, group: Any, keys: int = 256) -> list[Tensor]:
     torch.manual_seed(3)
-    whole = [torch.randn(2, 256, heads, 16, device=device) for heads in (4, 2, 2)]
+    whole = [torch.randn(2, n, heads, 16, device=device) for n, heads in ((256, 4), (keys, 2), (keys, 2))]
     return [distributed.shard(t, group=group).requires_grad_() for t in whole]
 
 
@@ -75,15 +75,19 @@ def compiled_functions_have_no_break(device: str) -> None:
             16, causal=True, group=group, mode=mode, learnable_sink=True, num_heads=4
         )
         module.to(device)
-        parts = [*_parts(device, group), *module.parameters()]
 
-        def call(q: Tensor, k: Tensor, v: Tensor, _sink: Tensor, module: nn.Module = module) -> Tensor:
-            return 2 * module(q * 1.5, k, v)
+        for keys in (256, 384):  # self-attention, and cross attention
 
-        compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
-        for a, b in zip(_gradients(compiled, parts), _gradients(call, parts), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
-        torch.compiler.reset()
+            def call(
+                q: Tensor, k: Tensor, v: Tensor, _sink: Tensor, module: nn.Module = module, keys: int = keys
+            ) -> Tensor:
+                return 2 * module(q * 1.5, k, v, seqlen_k=keys)
+
+            given = [*_parts(device, group, keys), *module.parameters()]
+            compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+            for a, b in zip(_gradients(compiled, given), _gradients(call, given), strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+            torch.compiler.reset()
 
 
 class Block(nn.Module):
@@ -235,15 +239,18 @@ def ddp_on_a_mesh_has_the_losses_of_one_process(device: str) -> None:
 def ranks_count_the_flops_of_the_whole(device: str) -> None:
     if dist.get_rank() >= 2:
         return
-    torch.manual_seed(3)
-    whole = [torch.randn(2, 256, heads, 16, device=device, requires_grad=True) for heads in (4, 2, 2)]
-    with FlopCounterMode(display=False) as expected:
-        flashattn_ext.forward(*whole, causal=True, window_size=(50, -1)).sum().backward()
-    for mode in MODES:
-        with FlopCounterMode(display=False) as counted:
-            options = {"group": group_of(2), "mode": mode, "causal": True, "window_size": (50, -1)}
-            distributed.attention(*_parts(device, group_of(2)), **options).sum().backward()
-        assert 2 * counted.get_total_flops() == expected.get_total_flops() > 0, mode
+    for keys in (256, 384):
+        whole = [
+            torch.randn(2, n, heads, 16, device=device, requires_grad=True)
+            for n, heads in ((256, 4), (keys, 2), (keys, 2))
+        ]
+        with FlopCounterMode(display=False) as expected:
+            flashattn_ext.forward(*whole, causal=True, window_size=(50, -1)).sum().backward()
+        for mode in MODES:
+            with FlopCounterMode(display=False) as counted:
+                options = {"group": group_of(2), "mode": mode, "causal": True, "window_size": (50, -1)}
+                distributed.attention(*_parts(device, group_of(2), keys), seqlen_k=keys, **options).sum().backward()
+            assert 2 * counted.get_total_flops() == expected.get_total_flops() > 0, (mode, keys)
 
 
 def second_derivatives_say_what_to_do(device: str) -> None:

@@ -27,11 +27,13 @@ class DistributedCase:
     dtype: torch.dtype = torch.float64
     B: int = 2
     S: int = 256
+    Sk: int | None = None  # cross attention: the number of keys; None is self-attention
     Hq: int = 4
     Hk: int = 2
     D: int = 16
     Dv: int = 24
     lengths: tuple[int, ...] | None = None  # of packed sequences; S is their sum plus the rows after the last sequence
+    lengths_k: tuple[int, ...] | None = None  # of their keys in cross attention
     layout: str = "bshd"
     sink: bool = False
     alibi: str | None = None  # "heads" or "batch"
@@ -46,23 +48,33 @@ class DistributedCase:
     def row_dim(self) -> int:
         return 0 if self.lengths is not None else 1
 
+    @property
+    def keys(self) -> int:
+        return self.S if self.Sk is None else self.Sk
 
-def _cu_seqlens(case: DistributedCase) -> Tensor | None:
-    if case.lengths is None:
-        return None
-    return torch.tensor([0, *case.lengths]).cumsum(0).int()
+    @property
+    def is_cross(self) -> bool:
+        return self.Sk is not None
+
+
+def _starts(lengths: tuple[int, ...] | None) -> Tensor | None:
+    return None if lengths is None else torch.tensor([0, *lengths]).cumsum(0).int()
+
+
+def _starts_of_keys(case: DistributedCase) -> Tensor | None:
+    return _starts(case.lengths_k if case.is_cross else case.lengths)
 
 
 def _mask(case: DistributedCase, generator: torch.Generator) -> Mask | None:
     if case.mask is None:
         return None
-    cu_seqlens = _cu_seqlens(case)
+    cu_seqlens, keys = _starts_of_keys(case), torch.arange(case.keys)
     if cu_seqlens is not None:  # rows from some distance after a key do not see it
-        reach = torch.randint(1, 80, (case.Hq if case.mask == "heads" else 1, case.S), generator=generator)
-        within = torch.arange(case.S) - cu_seqlens[torch.searchsorted(cu_seqlens, torch.arange(case.S), right=True) - 1]
+        reach = torch.randint(1, 80, (case.Hq if case.mask == "heads" else 1, case.keys), generator=generator)
+        within = keys - cu_seqlens[torch.searchsorted(cu_seqlens, keys, right=True) - 1]
         first = torch.zeros_like(reach)
         return Mask(torch.stack([first, within + reach], -1).int().to(case.device))
-    documents = (torch.rand(case.B, case.S, generator=generator) < 0.02).cumsum(1)
+    documents = (torch.rand(case.B, case.keys, generator=generator) < 0.02).cumsum(1)
     mask = Mask.documents(documents)
     if case.mask == "heads":  # each KV head looks further back than the previous one
         further = 7 * torch.arange(case.Hk, dtype=torch.int32)[None, :, None]
@@ -82,8 +94,8 @@ def _inputs(case: DistributedCase) -> dict[str, Tensor]:
 
     made = {
         "q": values(*batch, case.S, case.Hq, case.D),
-        "k": values(*batch, case.S, case.Hk, case.D),
-        "v": values(*batch, case.S, case.Hk, case.Dv),
+        "k": values(*batch, case.keys, case.Hk, case.D),
+        "v": values(*batch, case.keys, case.Hk, case.Dv),
     }
     statistics = torch.promote_types(case.dtype, torch.float32)
     if case.sink:
@@ -94,22 +106,21 @@ def _inputs(case: DistributedCase) -> dict[str, Tensor]:
         made["relative_bias"] = values(case.Hq, 2 * case.relative + 1, dtype=statistics)
     if case.bias is not None:
         sizes = {"b": case.B, "h": case.Hq, "q": case.S}
-        made["bias"] = values(*(size if name in case.bias else 1 for name, size in sizes.items()), case.S)
+        made["bias"] = values(*(size if name in case.bias else 1 for name, size in sizes.items()), case.keys)
     return made
 
 
 def _whole(case: DistributedCase, tensors: dict[str, Tensor], mask: Mask | None) -> tuple[Tensor, Tensor, Tensor]:
     options = {**case.options, "mask": mask, "return_lse": True, "return_max_logits": True}
-    cu_seqlens = _cu_seqlens(case)
-    if cu_seqlens is None:
+    starts, starts_k = _starts(case.lengths), _starts_of_keys(case)
+    if starts is None or starts_k is None:
         return flashattn_ext.forward(**tensors, **options)
-    cu_seqlens, longest = cu_seqlens.to(case.device), max(case.lengths or (), default=0)
     return flashattn_ext.varlen_forward(
         **tensors,
-        cu_seqlens_q=cu_seqlens,
-        cu_seqlens_k=cu_seqlens,
-        max_seqlen_q=longest,
-        max_seqlen_k=longest,
+        cu_seqlens_q=starts.to(case.device),
+        cu_seqlens_k=starts_k.to(case.device),
+        max_seqlen_q=int(starts.diff().max()) if len(starts) > 1 else 0,
+        max_seqlen_k=int(starts_k.diff().max()) if len(starts_k) > 1 else 0,
         **options,
     )
 
@@ -159,12 +170,13 @@ def compare(case: DistributedCase) -> None:
     )
     _loss(expected_out, expected_lse, weights, case.use_lse).backward()
 
-    cu_seqlens = _cu_seqlens(case)
-    given = dict(parts)
+    given: dict[str, Any] = dict(parts)
     if case.layout == "bhsd":
         given |= {name: given[name].transpose(1, 2) for name in "qkv"}
+    if case.is_cross:
+        given |= {"seqlen_k": case.Sk, "cu_seqlens_k": _starts_of_keys(case)}
     results = distributed.attention(
-        **given, group=group, mode=case.mode, sharding=case.sharding, seqlen=case.S, cu_seqlens=cu_seqlens, mask=mask,
+        **given, group=group, mode=case.mode, sharding=case.sharding, seqlen=case.S, cu_seqlens=_starts(case.lengths), mask=mask,
         layout=case.layout, return_lse=case.use_lse, return_max_logits=True, **case.options,
     )  # fmt: skip
     part_of_lse = distributed.shard(expected_lse.detach(), dim=-1, **split)

@@ -15,7 +15,7 @@ JOBS = [
     agreement_jobs.a_bias_that_has_rows_on_some_ranks_only_is_told,
     agreement_jobs.what_is_wrong_on_one_rank_is_told_on_all,
     agreement_jobs.groups_are_checked,
-    agreement_jobs.keys_of_another_length_are_refused_in_words,
+    agreement_jobs.keys_that_are_not_split_alike_are_told,
     agreement_jobs.a_refused_call_draws_no_seed,
     agreement_jobs.shards_are_put_together_again,
 ]

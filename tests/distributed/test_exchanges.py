@@ -90,6 +90,35 @@ def test_packed_sequences_go_over_ranks(pool: RankPool, name: str, mode: str) ->
     _agrees(pool, replace(case, S=620, lengths=(30, 590)))  # both chunks of a rank hold a part of one document
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_keys_of_another_sequence(pool: RankPool, name: str, mode: str) -> None:
+    """More keys than queries; fewer, where the first rows of a causal call see none; and no keys."""
+    case = DistributedCase(ranks=2, mode=mode, S=300, Sk=450, **OPTIONS[name])
+    _agrees(pool, case)
+    _agrees(pool, replace(case, ranks=4, S=450, Sk=200, sharding="contiguous"))
+    _agrees(pool, replace(case, S=129, Sk=1))
+    if not case.mask:
+        _agrees(pool, replace(case, S=100, Sk=0))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", PACKED)
+def test_packed_keys_of_another_length(pool: RankPool, name: str, mode: str) -> None:
+    lengths, lengths_k = (1, 70, 0, 130, 3, 1, 60, 20), (40, 20, 60, 300, 0, 1, 2, 90)
+    case = DistributedCase(ranks=2, mode=mode, S=300, Sk=520, lengths=lengths, lengths_k=lengths_k, **PACKED[name])
+    _agrees(pool, case)
+    _agrees(pool, replace(case, ranks=4, sharding="contiguous"))
+    _agrees(pool, replace(case, S=620, lengths=(30, 590), Sk=200, lengths_k=(150, 50)))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_mask_of_documents_whose_keys_are_cut_apart(pool: RankPool, mode: str) -> None:
+    """A rank's first document ends before its second begins: between their keys are keys of other ranks."""
+    case = DistributedCase(ranks=2, mode=mode, S=256, lengths=(192, 64), mask="heads", options={"causal": True})
+    _agrees(pool, case)
+
+
 @pytest.mark.parametrize(("heads_q", "heads_k"), [(4, 1), (6, 3), (12, 6), (8, 8)])
 def test_key_heads_that_do_not_divide(pool: RankPool, heads_q: int, heads_k: int) -> None:
     ranks = 4 if heads_q % 4 == 0 else 2
@@ -136,14 +165,17 @@ def _drawn(seed: int) -> DistributedCase:
     has_sink = draw.random() < 0.3
     if not has_sink and draw.random() < 0.2:
         options["smooth_softmax"] = True
+    is_cross = draw.random() < 0.4
+    keys = [draw.choice([0, 1, 9, 64, 150]) for _ in lengths]
     return DistributedCase(
-        ranks=ranks, mode=draw.choice(modes), sharding=draw.choice(SHARDINGS), B=draw.choice([1, 2]), S=S, Hq=heads_q, Hk=heads_k,
+        Sk=sum(keys) + draw.choice([0, 3]) if packed and is_cross else draw.randint(1, 500) if is_cross else None,
+        lengths_k=tuple(keys) if packed and is_cross else None, ranks=ranks, mode=draw.choice(modes), sharding=draw.choice(SHARDINGS), B=draw.choice([1, 2]), S=S, Hq=heads_q, Hk=heads_k,
         lengths=tuple(lengths) if packed else None, sink=has_sink, alibi=draw.choice([None, None, "heads", "batch"]),
         relative=draw.choice([None, None, 7]), bias=None if packed else draw.choice([None, None, "", "b", "h", "bhq"[: draw.randint(1, 3)]]),
         mask=draw.choice([None, None, "documents", "heads"]), use_lse=draw.random() < 0.5, seed=seed, options=options,
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(60))
 def test_any_mix_of_options(pool: RankPool, seed: int) -> None:
     _agrees(pool, _drawn(seed))
