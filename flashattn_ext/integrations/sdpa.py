@@ -14,6 +14,8 @@ heads, makes bool masks additive or chooses a kernel.
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 import sys
 import threading
 import warnings
@@ -265,7 +267,7 @@ def _run(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool, scale: float | None,
     enable_gqa: bool,
 ) -> Tensor:  # fmt: skip
-    """scaled_dot_product_attention for q [..., Hq, Sq, D], k [..., Hk, Sk, D] and v [..., Hk, Sk, Dv] of 2 to 4 dimensions."""
+    """scaled_dot_product_attention for q [..., Hq, Sq, D], k [..., Hk, Sk, D] and v [..., Hk, Sk, Dv] of 2 dimensions or more."""
     if not torch._C._get_flash_sdp_enabled():
         raise _ForTorch(
             "flash attention is switched off (torch.nn.attention.sdpa_kernel, torch.backends.cuda.enable_flash_sdp)"
@@ -277,8 +279,63 @@ def _run(
     if any(getattr(placement, "dim", None) == q.dim() - 2 for placement in getattr(q, "placements", ())):
         raise _ForTorch("a DTensor with a sharded sequence")  # torch's context parallelism
     rank = max(q.dim(), k.dim(), v.dim())
+    if attn_mask is not None and attn_mask.dim() > rank:
+        raise _ForTorch("an attn_mask with more dimensions than the other tensors")
+    call = functools.partial(_of_batches, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+    if rank > 4:
+        return _of_more_dimensions(q, k, v, attn_mask, call)
+    out = call(q, k, v, attn_mask)
+    return out if rank == 4 else out.reshape(out.shape[4 - rank :])
+
+
+def _of_more_dimensions(
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, call: Callable[..., Tensor]
+) -> Tensor:
+    """Attention of q [*lead, Hq, Sq, D] of more than 4 dimensions, as in models of proteins, which attend along one axis of pairs.
+
+    The lead dimensions become one batch. An attn_mask that all of it shares stays one: the kernels add up its gradient, and no copy of
+    it is made. Where some lead dimensions share it and others have their own, there is a call for each index of the fewer ones.
+    """
+    if any(hasattr(t, "placements") for t in (q, k, v)):
+        raise _ForTorch("a DTensor of more than 4 dimensions")
+    rank = max(q.dim(), k.dim(), v.dim())
+    q, k, v = (t[(None,) * (rank - t.dim())] for t in (q, k, v))
+    lead = torch.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
+    q, k, v = (t.expand(*lead, *t.shape[-3:]) for t in (q, k, v))
+    looped: list[int] = []
+    if attn_mask is not None:
+        attn_mask = attn_mask[(None,) * (rank - attn_mask.dim())]
+        if any(size not in (1, of_all) for size, of_all in zip(attn_mask.shape, lead, strict=False)):
+            raise _ForTorch(f"an attn_mask of shape {list(attn_mask.shape)} for a batch of {list(lead)}")
+        own = [dim for dim in range(len(lead)) if attn_mask.shape[dim] != 1]
+        shared = [dim for dim in range(len(lead)) if attn_mask.shape[dim] == 1 != lead[dim]]
+        if own and shared and attn_mask.shape[-2] > 1 and 0 not in lead:
+            looped = min(own, shared, key=lambda dims: math.prod(lead[dim] for dim in dims))
+        elif own:  # nothing is shared, or the mask has one row: a copy is small
+            attn_mask = attn_mask.expand(*lead, *attn_mask.shape[-3:])
+    outs = []
+    for index in itertools.product(*(range(lead[dim]) for dim in looped)):
+        at = dict(zip(looped, index, strict=True))
+        tensors = [_at(t, at).flatten(0, -4) for t in (q, k, v)]
+        outs.append(call(*tensors, None if attn_mask is None else _at(attn_mask, at).flatten(0, -4)))
+    sizes = [lead[dim] for dim in (*looped, *(dim for dim in range(len(lead)) if dim not in looped))]
+    out = (torch.stack(outs) if looped else outs[0]).reshape(*sizes, *outs[0].shape[1:])
+    return out.movedim(tuple(range(len(looped))), tuple(looped))
+
+
+def _at(t: Tensor, at: dict[int, int]) -> Tensor:
+    """A view: of dimension d the entry at[d], unless there is one for all."""
+    return t[tuple(slice(at[d], at[d] + 1) if d in at and t.shape[d] != 1 else slice(None) for d in range(t.dim()))]
+
+
+def _of_batches(
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool, scale: float | None,
+    enable_gqa: bool,
+) -> Tensor:  # fmt: skip
+    """Attention [B, Hq, Sq, Dv] of tensors of up to 4 dimensions."""
     if not _fit_already(q, k, v, enable_gqa):
         q, k, v = _broadcast(q, k, v, enable_gqa)
+    batch, heads = q.shape[:2]
     Sq, Sk = q.shape[2], k.shape[2]
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     options: dict[str, Any] = {"softmax_scale": scale, "dropout_p": dropout_p}
@@ -291,12 +348,10 @@ def _run(
             if Sq < Sk:
                 k, v = k.narrow(1, 0, Sq), v.narrow(1, 0, Sq)
     elif attn_mask is not None:
-        if attn_mask.dim() > rank:
-            raise _ForTorch("an attn_mask with more dimensions than the other tensors")
-        options["mask"], options["bias"] = _mask_and_bias(attn_mask, q.dtype, Sq, Sk)
+        options["mask"], options["bias"] = _mask_and_bias(attn_mask, q.dtype, batch, heads, Sq, Sk)
     # The memory layout of the result is [B, Sq, Hq, Dv], as in torch's fused kernels, so that models merge heads without a copy.
     out: Tensor = api.forward(q, k, v, **options).transpose(1, 2)
-    return out if rank == 4 else out.reshape(out.shape[4 - rank :])
+    return out
 
 
 def _fit_already(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> bool:
@@ -309,8 +364,6 @@ def _fit_already(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> bool:
 
 def _broadcast(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Views [B, H, S, D] of all three, where the head count of q is a multiple of the head count of k and v."""
-    if max(q.dim(), k.dim(), v.dim()) > 4:
-        raise _ForTorch("tensors of more than 4 dimensions")
     q, k, v = (t[(None,) * (4 - t.dim())] for t in (q, k, v))
     B = torch.broadcast_shapes(q.shape[:1], k.shape[:1], v.shape[:1])[0]
     Hk = torch.broadcast_shapes(k.shape[1:2], v.shape[1:2])[0]
@@ -331,7 +384,7 @@ _LEAST_OF_BLOCKS = 512 * 512
 
 
 def _mask_and_bias(
-    attn_mask: Tensor, dtype: torch.dtype, Sq: int, Sk: int
+    attn_mask: Tensor, dtype: torch.dtype, batch: int, heads: int, Sq: int, Sk: int
 ) -> tuple[Mask | BlockMask | None, Tensor | None]:
     """An attn_mask that broadcasts to [B, Hq, Sq, Sk] as an argument of forward(): a Mask if it consists of intervals, a BlockMask if that
     costs less than a bias, else a bias.
@@ -339,8 +392,11 @@ def _mask_and_bias(
     Values are read on the CPU only: reading them elsewhere would wait for the device.
     """
     attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]
-    if attn_mask.shape[2] not in (1, Sq) or attn_mask.shape[3] not in (1, Sk):
-        raise _ForTorch(f"an attn_mask of shape {list(attn_mask.shape)} for {Sq} queries and {Sk} keys")
+    # Heads are those of the queries: a Mask may have as many as the keys, too, which torch refuses.
+    if any(size not in (1, n) for size, n in zip(attn_mask.shape, (batch, heads, Sq, Sk), strict=True)):
+        raise _ForTorch(
+            f"an attn_mask of shape {list(attn_mask.shape)} for a batch of {batch} with {heads} query heads, {Sq} queries and {Sk} keys"
+        )
     attn_mask = attn_mask.expand(-1, -1, attn_mask.shape[2] if attn_mask.shape[2] == 1 else Sq, Sk)
     if Sq == 0:  # nothing to mask, and no first row to read
         return None, attn_mask if attn_mask.requires_grad else None

@@ -87,6 +87,57 @@ def test_shapes_that_broadcast(device: str) -> None:
     _check({"query": q[:, :1], "key": k, "value": v})
 
 
+# Shapes of masks for q [2, 3, 4, 20, 16] and k [2, 3, 4, 33, 16]: batch, rows of the pairs, heads.
+OF_PAIRS = {
+    "one for all": (20, 33),
+    "heads": (1, 1, 4, 20, 33),
+    "of each batch entry": (2, 1, 4, 20, 33),  # OpenFold's triangle attention, Boltz' pair bias
+    "of each row": (1, 3, 1, 20, 33),
+    "of everything": (2, 3, 4, 20, 33),
+    "padding": (2, 3, 1, 1, 33),  # Evoformer's mask of an alignment
+    "padding of rows": (3, 1, 1, 33),
+}
+
+
+@pytest.mark.parametrize("kind", ["bool", "bias"])
+@pytest.mark.parametrize("name", OF_PAIRS)
+def test_masks_of_more_dimensions(device: str, name: str, kind: str) -> None:
+    """Attention over pairs of residues: a bias that the rows share, with its gradient in its own shape."""
+    q, k, v = (_random(device, 2, 3, 4, n, 16) for n in (20, 33, 33))
+    bias = _random(device, *OF_PAIRS[name])
+    mask = bias > -1.5 if kind == "bool" else bias
+    _check({"query": q, "key": k, "value": v, "attn_mask": mask})
+
+
+def test_tensors_of_more_dimensions(device: str) -> None:
+    q, k, v = (_random(device, 2, 3, 4, n, 16) for n in (20, 33, 33))
+    _check({"query": q, "key": k, "value": v}, is_causal=True)
+    _check({"query": q, "key": k[:, :, :2], "value": v[:, :, :2]}, enable_gqa=True, scale=0.2)
+    _check({"query": q, "key": k[:, :1], "value": v[0]})
+    _check({"query": q[None], "key": k[None], "value": v[None], "attn_mask": _random(device, 2, 1, 4, 20, 33)})
+    with sdpa.activate(report=True) as report:
+        out = F.scaled_dot_product_attention(q[:, :0], k[:, :0], v[:, :0], _random(device, 2, 1, 4, 20, 33))
+    assert report is not None and report.ours == 1 and out.shape == (2, 0, 4, 20, 16)
+    rows = {
+        name: t.transpose(0, 1).contiguous().transpose(0, 1) for name, t in (("query", q), ("key", k), ("value", v))
+    }
+    _check({**rows, "attn_mask": _random(device, 1, 3, 4, 20, 33)})
+
+
+def test_a_bias_that_rows_share_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One call for all of its rows, or one for each batch entry, where entries have their own."""
+    q, calls = torch.randn(2, 32, 4, 24, 16), []
+    forward = flashattn_ext.api.forward
+    monkeypatch.setattr(sdpa.api, "forward", lambda *a, **options: (calls.append(options), forward(*a, **options))[1])
+    for shape, shapes in (((1, 1, 4, 24, 24), [(1, 4, 24, 24)]), ((2, 1, 4, 24, 24), [(1, 4, 24, 24)] * 2)):
+        bias, calls[:] = torch.randn(shape), []
+        with sdpa.activate(report=True) as report:
+            F.scaled_dot_product_attention(q, q, q, attn_mask=bias)
+        assert report is not None and report.ours == 1
+        assert [tuple(call["bias"].shape) for call in calls] == shapes
+        assert {call["bias"].untyped_storage().data_ptr() for call in calls} == {bias.untyped_storage().data_ptr()}
+
+
 def _bool_masks(device: str, Sq: int, Sk: int) -> dict[str, Tensor]:
     documents = torch.arange(Sk) // 10
     lengths = torch.tensor([Sk - 5, Sk // 2])
@@ -147,7 +198,7 @@ INTERVALS = ("causal", "padding", "padding_of_all_rows", "documents", "everythin
 @pytest.mark.parametrize("name", _bool_masks("cpu", 33, 33))
 def test_masks_that_are_intervals_become_intervals(name: str) -> None:
     visible = _bool_masks("cpu", 33, 33)[name]
-    mask, bias = sdpa._mask_and_bias(visible, torch.float32, 33, 33)
+    mask, bias = sdpa._mask_and_bias(visible, torch.float32, 2, 4, 33, 33)
     if name not in INTERVALS:
         assert mask is None and bias is not None
         return
@@ -156,7 +207,7 @@ def test_masks_that_are_intervals_become_intervals(name: str) -> None:
     if mask is not None:
         assert torch.equal(mask.dense(33).expand(2, 4, 33, 33), visible.expand(2, 4, 33, 33))
         additive = torch.zeros(visible.shape).masked_fill(~visible, -torch.inf)
-        assert torch.equal(sdpa._mask_and_bias(additive, torch.float32, 33, 33)[0].intervals, mask.intervals)
+        assert torch.equal(sdpa._mask_and_bias(additive, torch.float32, 2, 4, 33, 33)[0].intervals, mask.intervals)
 
 
 @pytest.mark.no_emulator
@@ -165,7 +216,7 @@ def test_large_masks_that_are_no_intervals_become_blocks(kind: torch.dtype) -> N
     """On the CPU, where that costs less than a dense bias."""
     visible = torch.rand(2, 1, 520, 512, generator=torch.Generator().manual_seed(0)) < 0.5
     attn_mask = visible if kind == torch.bool else torch.zeros(visible.shape).masked_fill(~visible, -torch.inf)
-    mask, bias = sdpa._mask_and_bias(attn_mask, torch.float32, 520, 512)
+    mask, bias = sdpa._mask_and_bias(attn_mask, torch.float32, 2, 4, 520, 512)
     assert bias is None and isinstance(mask, flashattn_ext.BlockMask) and torch.equal(mask.dense(), visible)
     q, k = torch.randn(2, 3, 520, 16), torch.randn(2, 3, 512, 16)
     expected = F.scaled_dot_product_attention(q, k, k, attn_mask=attn_mask)
@@ -173,7 +224,7 @@ def test_large_masks_that_are_no_intervals_become_blocks(kind: torch.dtype) -> N
         got = F.scaled_dot_product_attention(q, k, k, attn_mask=attn_mask)
     assert report.ours == 1
     torch.testing.assert_close(got, expected)
-    mask, bias = sdpa._mask_and_bias(attn_mask[:, :, :500], torch.float32, 500, 512)
+    mask, bias = sdpa._mask_and_bias(attn_mask[:, :, :500], torch.float32, 2, 4, 500, 512)
     assert mask is None and bias is not None
 
 
@@ -181,9 +232,11 @@ def test_masks_that_no_value_says_become_intervals_without_reading_them() -> Non
     """On the meta device as on an accelerator: by its shape alone, a mask with one row hides the same keys from all rows."""
     padding = torch.ones(2, 1, 1, 33, dtype=torch.bool, device="meta")
     for mask in (padding, padding.expand(2, 1, 33, 33)):
-        intervals, bias = sdpa._mask_and_bias(mask, torch.float32, 33, 33)
+        intervals, bias = sdpa._mask_and_bias(mask, torch.float32, 2, 4, 33, 33)
         assert bias is None and intervals.intervals.shape == (2, 1, 33, 2)
-    intervals, bias = sdpa._mask_and_bias(torch.ones(33, 33, dtype=torch.bool, device="meta"), torch.bfloat16, 33, 33)
+    intervals, bias = sdpa._mask_and_bias(
+        torch.ones(33, 33, dtype=torch.bool, device="meta"), torch.bfloat16, 2, 4, 33, 33
+    )
     assert intervals is None and bias.shape == (1, 1, 33, 33) and bias.dtype == torch.bfloat16
 
 
@@ -296,19 +349,17 @@ def test_torchs_own_samples() -> None:
 def test_what_cannot_be_done_is_counted_and_named() -> None:
     q = torch.randn(2, 2, 2, 8, 16)
     with sdpa.activate(report=True) as report:
-        got = F.scaled_dot_product_attention(q, q, q, is_causal=True)
         with sdpa_kernel(SDPBackend.MATH):
             F.scaled_dot_product_attention(q[0], q[0], q[0])
             F.scaled_dot_product_attention(q[0], q[0], q[0])
-        large = torch.randn(1, 1, 4, 600)
-        F.scaled_dot_product_attention(large, large, large)
+        large = torch.randn(2, 1, 1, 4, 600)
+        got = F.scaled_dot_product_attention(large, large, large)
     assert report.ours == 0
     reasons = dict(report.torchs)
-    assert reasons["tensors of more than 4 dimensions"] == 1
     assert [count for reason, count in reasons.items() if "switched off" in reason] == [2]
     assert [count for reason, count in reasons.items() if "head_dim" in reason] == [1]
     assert "2 by torch: flash attention is switched off" in str(report)
-    torch.testing.assert_close(got, F.scaled_dot_product_attention(q, q, q, is_causal=True))
+    torch.testing.assert_close(got, F.scaled_dot_product_attention(large, large, large))
 
 
 def test_errors_are_torchs() -> None:
@@ -318,6 +369,14 @@ def test_errors_are_torchs() -> None:
         {"key": q.half()},
         {"key": torch.randn(1, 3, 4, 8), "value": torch.randn(1, 3, 4, 8)},
         {"attn_mask": torch.ones(3, 3)},
+        # A mask of each key head, of which there are fewer than query heads.
+        {
+            "query": torch.randn(1, 4, 4, 8),
+            "attn_mask": torch.ones(1, 2, 4, 4, dtype=torch.bool).tril(),
+            "enable_gqa": True,
+        },
+        {"attn_mask": torch.ones(1, 3, 4, 4, dtype=torch.bool).tril()},
+        {"query": q[None].expand(2, 3, 2, 4, 8), "attn_mask": torch.ones(3, 2, 1, 4, 4)},
     ]
     for changed in calls:
         messages = []
