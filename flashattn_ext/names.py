@@ -44,6 +44,13 @@ _INSTEAD = {
     "cu_seqlens": "flashattn_ext.varlen_forward takes packed sequences, with cu_seqlens_q and cu_seqlens_k",
     "softmax_scale": "scale q instead: the module's scale is 1 / sqrt(head_dim)",
 }
+# What calls with a cache take for the biases that only forward() has; added to what is said of forward().
+_BIASES = {"attn_bias", "bias", "relative_bias"}
+_WITH_A_CACHE = {"flash_attn_with_kvcache", "kvcache_reference"}
+_BESIDE_A_CACHE = (
+    ", with the keys of the cache as k and v; beside a cache, drafts in a tree are mask=Mask.tree(parents), a Mask of the last n keys of "
+    "every sequence, and other terms of a score are alibi_slopes and softcap"
+)
 _VALUES = {
     "mask": _MASK,
     "bias": _BIAS,
@@ -98,7 +105,10 @@ def not_an_argument(function: str, unknown: Mapping[str, Any], more: Sequence[An
             f"others by name. Argument {number + 1} is {'None' if value is None else arguments.described(value)}"
             + (f": {hint}" if (hint := _by_value(value, parameters.all)) else "")
         )
-    said = "; ".join(f"{name!r}: {_meant(name, parameters.all)}" for name in unknown)
+    said = "; ".join(
+        f"{name!r}: {_meant(name, parameters.all)}{_BESIDE_A_CACHE * (function in _WITH_A_CACHE and name in _BIASES)}"
+        for name in unknown
+    )
     return TypeError(f"{function}() got an unexpected keyword argument {said}")
 
 

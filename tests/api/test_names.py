@@ -93,6 +93,15 @@ def test_the_argument_of_ours_is_named(call: str, name: str) -> None:
         assert re.search(rf"here it is .*\b{other}\b", str(raised.value)), raised.value
 
 
+@pytest.mark.parametrize("name", ["attn_bias", "bias", "relative_bias"])
+@pytest.mark.parametrize("call", ["flash_attn_with_kvcache", "kvcache_reference"])
+def test_what_is_taken_beside_a_cache_in_place_of_a_bias(call: str, name: str) -> None:
+    function, make, _ = CALLS[call]
+    words = r"forward takes .*bias.*; beside a cache, drafts in a tree are mask=Mask\.tree\(parents\), .* alibi_slopes and softcap"
+    with pytest.raises(TypeError, match=words):
+        function(*make(), **{name: torch.zeros(1)})
+
+
 @pytest.mark.parametrize(
     ("call", "name", "meant"),
     [
