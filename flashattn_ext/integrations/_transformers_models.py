@@ -31,21 +31,25 @@ _REFUSED = {
     ),
 }
 
-_names: set[str] = set()  # the names that register() was called with
+names: set[str] = set()  # the names that register() was called with
 
 
-def refuse_others(name: str) -> None:
-    """From now on, a model that cannot run with attn_implementation=name raises NotImplementedError when it is made."""
-    is_wrapped = bool(_names)
-    _names.add(name)
+def refuse_others(name: str) -> bool:
+    """From now on, a model that cannot run with attn_implementation=name raises NotImplementedError when it is made.
+
+    Returns:
+        Whether this was the first call.
+    """
+    is_wrapped = bool(names)
+    names.add(name)
     if is_wrapped:
-        return
+        return False
     original = PreTrainedModel.get_correct_attn_implementation
 
     @functools.wraps(original)
     def checked(self: PreTrainedModel, requested_attention: str | None, *args: Any, **options: Any) -> str:
         chosen: str = original(self, requested_attention, *args, **options)
-        if chosen in _names:
+        if chosen in names:
             reason, advice = _REFUSED.get(getattr(self.config, "model_type", ""), ("", ""))
             if own := _why_not(_modules_of(type(self)), chosen):
                 reason, advice = own, _EAGER_OR_SDPA
@@ -57,6 +61,7 @@ def refuse_others(name: str) -> None:
         return chosen
 
     PreTrainedModel.get_correct_attn_implementation = checked  # type: ignore[method-assign]
+    return True
 
 
 def _modules_of(model: type[PreTrainedModel]) -> tuple[str, ...]:

@@ -23,8 +23,9 @@ from flashattn_ext.decode import has_decoding
 from flashattn_ext.mask_arguments import ALL_ROWS
 from flashattn_ext.tensor_cache import TensorCache
 
-from . import _mask_tensors, _position_biases
+from . import _mask_tensors, _position_biases, _transformers_paged
 from ._mask_tensors import LayerMask
+from ._transformers_layers import SAYS_NOTHING, layer_name, unsupported
 
 if TYPE_CHECKING:
     from ._transformers_shared import SharedRows
@@ -32,20 +33,6 @@ if TYPE_CHECKING:
 OLDEST = (4, 57)  # the first version whose masks go through AttentionMaskInterface in nearly every model
 
 _INSTALL = f'pip install --upgrade "transformers>={OLDEST[0]}.{OLDEST[1]}" accelerate'
-
-# Keyword arguments that do not affect attention, or repeat another argument. Most models pass what their call gets, arguments of the loss
-# and columns of the batch included, to every layer.
-_SAYS_NOTHING = {
-    # options of a forward pass and of its output
-    "cache_position", "logits_to_keep", "max_length_k", "max_length_q", "output_hidden_states", "output_router_logits", "return_dict",
-    "seq_idx", "use_cache",
-    # arguments of losses, transformers' own and those that replace it
-    "accum_dtype", "ignore_index", "labels", "num_items_in_batch", "return_loss", "return_token_accuracy", "shift_labels", "skip_logits",
-    "use_token_scaling",
-    # what tokenizers, processors and collators put beside input_ids
-    "assistant_masks", "completion_mask", "length", "mm_token_type_ids", "num_truncated_tokens", "offset_mapping",
-    "overflow_to_sample_mapping", "overflowing_tokens", "special_tokens_mask", "token_type_ids",
-}  # fmt: skip
 
 
 def register(
@@ -93,7 +80,8 @@ def register(
     taken = AttentionInterface._global_mapping.get(name, None if name != "eager" else "eager")
     if taken not in (None, attention) and not _is_made_here(taken):
         raise ValueError(f"name: {name!r} is already an attention implementation of transformers; choose another name")
-    _transformers_models.refuse_others(name)
+    if _transformers_models.refuse_others(name):
+        _transformers_paged.accept_continuous_batching(_transformers_models.names)
     if cp_group is None:
         AttentionInterface.register(name, functools.partial(attention, invariant=True) if invariant else attention)
         AttentionMaskInterface.register(name, _transformers_masks.attention_mask)
@@ -155,6 +143,7 @@ def attention(
     shared_rows: SharedRows | None = None,
     output_attentions: bool | None = None,
     invariant: bool = False,
+    sinks: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """The attention function that register() gives to transformers. Models call it; your own code calls flashattn_ext.forward.
@@ -183,6 +172,7 @@ def attention(
         shared_rows: the ranks that share rows, after register(cp_group=...).
         output_attentions: also return the weights of this layer, in O(Sq * Sk) memory; not with dropout.
         invariant: as in flashattn_ext.forward, after register(invariant=True).
+        sinks: [B, Hq, Sq, 1], a sink of each query (Inkling 2), with its gradient.
         others: other keyword arguments of models; an unknown one that could change the result raises.
 
     Returns:
@@ -194,17 +184,30 @@ def attention(
         TypeError: a type or a dtype is not as described.
         NotImplementedError: the kernels do not support an option of the model.
     """
+    if others.get("write_index") is not None and shared_rows is None:
+        visible = _without_mask(module, sliding_window, is_causal)
+        refused = {"attention_mask": attention_mask, "position_bias": position_bias, "indices": indices, "sinks": sinks}
+        shown = {**_shown(visible, scaling, s_aux, softcap), "invariant": invariant}
+        starts = {"cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k}
+        return _transformers_paged.step_of_requests(
+            module, query, key, value, refused, shown, {**others, **starts}
+        ), None
     for name, given in others.items():
-        if given is not None and given is not False and name not in _SAYS_NOTHING:
-            raise _unsupported(module, name, given)
+        if given is not None and given is not False and name not in SAYS_NOTHING:
+            raise unsupported(module, name, given)
     if output_attentions and (dropout > 0 or shared_rows is not None):
         raise NotImplementedError(
-            f"{_layer(module)}: output_attentions: expected False with dropout or where ranks share rows (cp_group), got True; call "
+            f"{layer_name(module)}: output_attentions: expected False with dropout or where ranks share rows (cp_group), got True; call "
             'model.eval(), or load the model with attn_implementation="eager"'
         )
     if shared_rows is not None:
         window = _window_of_shared_rows(
-            module, attention_mask, position_bias=position_bias, cu_seq_lens_q=cu_seq_lens_q, indices=indices
+            module,
+            attention_mask,
+            position_bias=position_bias,
+            cu_seq_lens_q=cu_seq_lens_q,
+            indices=indices,
+            sinks=sinks,
         )
         visible = _without_mask(module, sliding_window, is_causal) if window is None else _Visible(*window)
         out = shared_rows.attention(
@@ -232,30 +235,54 @@ def attention(
             bias = _sum(bias, position_bias)
     if bias is not None and bias.dtype not in (torch.float32, query.dtype):
         bias = bias.float()
-    shown: dict[str, Any] = {
-        "causal": visible.right == 0, "window_size": (visible.left, visible.right), "softmax_scale": scaling, "sink": s_aux,
-        "softcap": 0.0 if softcap is None else softcap, "mask": visible.mask,
-    }  # fmt: skip
+    shown = {**_shown(visible, scaling, s_aux, softcap), "mask": visible.mask}
     weights = None
     if output_attentions:
         weights = flashattn_ext.attention_weights(
             query, key, range(query.shape[2]), layout="bhsd", relative_bias=relative_bias, bias=bias, **shown
         ).to(query.dtype)
     scores_are_plain = bias is None and relative_bias is None and dropout == 0
+    q, k, v = (t.transpose(1, 2) for t in (query, key, value))
+    results: Any
     if (
         scores_are_plain
         and not isinstance(visible.mask, BlockMask)
         and _is_step_of_generation(query, key, value, s_aux)
     ):
-        out = flashattn_ext.flash_attn_with_kvcache(
-            query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), invariant=invariant, **shown
+        results = flashattn_ext.flash_attn_with_kvcache(
+            q, k, v, invariant=invariant, return_softmax_lse=sinks is not None, **shown
         )
-        return out, weights
-    out = flashattn_ext.forward(
-        query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), dropout_p=dropout, relative_bias=relative_bias, bias=bias,
-        deterministic=bool(deterministic), invariant=invariant, **shown,
-    )  # fmt: skip
-    return out, weights
+    else:
+        results = flashattn_ext.forward(
+            q, k, v, dropout_p=dropout, relative_bias=relative_bias, bias=bias, deterministic=bool(deterministic), invariant=invariant,
+            return_lse=sinks is not None, **shown,
+        )  # fmt: skip
+    return (results, weights) if sinks is None else _with_sinks(module, sinks, results, weights)
+
+
+def _shown(visible: _Visible, scaling: float | None, sink: Tensor | None, softcap: float | None) -> dict[str, Any]:
+    """The options of flashattn_ext that are about scores."""
+    return {
+        "causal": visible.right == 0, "window_size": (visible.left, visible.right), "softmax_scale": scaling, "sink": sink,
+        "softcap": 0.0 if softcap is None else softcap,
+    }  # fmt: skip
+
+
+def _with_sinks(
+    module: nn.Module, sinks: Tensor, results: tuple[Tensor, Tensor], weights: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Adds a logit of each query to its softmax, which scales the query's weights by exp(lse) / (exp(lse) + exp(sink)).
+
+    results: out [B, Sq, Hq, Dv] and lse [B, Hq, Sq]; weights: [B, Hq, Sq, Sk].
+    """
+    out, lse = results
+    if sinks.shape not in ((*lse.shape, 1), (1, *lse.shape[1:], 1)):
+        raise ValueError(
+            f"{layer_name(module)}: sinks: expected a logit of each query, {[*lse.shape, 1]}, got shape {list(sinks.shape)}"
+        )
+    share = torch.sigmoid(lse - sinks[..., 0])  # 0 where a query sees no key
+    out = (out * share.transpose(1, 2)[..., None]).to(out.dtype)
+    return out, None if weights is None else (weights * share.detach()[..., None]).to(weights.dtype)
 
 
 def _is_step_of_generation(query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None) -> bool:
@@ -267,18 +294,6 @@ def _is_step_of_generation(query: Tensor, key: Tensor, value: Tensor, sink: Tens
         return False
     is_read_in_place = key.stride(-1) == 1 and value.stride(-1) == 1
     return is_read_in_place and not torch.is_autocast_enabled(query.device.type)
-
-
-def _layer(module: nn.Module) -> str:
-    index = getattr(module, "layer_idx", None)
-    return type(module).__name__ if index is None else f"{type(module).__name__} of layer {index}"
-
-
-def _unsupported(module: nn.Module, name: str, given: Any) -> Exception:
-    return NotImplementedError(
-        f"{_layer(module)}: {name}: expected nothing by this name, got {type(given).__name__}; it may change the result of attention, "
-        'and "fax" does not support it. Use another attn_implementation for this model, "eager" for example'
-    )
 
 
 def _same_batch(*tensors: Tensor) -> list[Tensor]:
@@ -293,7 +308,7 @@ def _window_of_shared_rows(
     for name, given in unsupported.items():
         if given is not None:
             raise NotImplementedError(
-                f"{_layer(module)}: {name}: expected None where ranks share rows (cp_group), got a tensor; documents are given by position_ids, "
+                f"{layer_name(module)}: {name}: expected None where ranks share rows (cp_group), got a tensor; documents are given by position_ids, "
                 "and other options of scores need a model that is registered without cp_group"
             )
     if attention_mask is None:
@@ -303,7 +318,7 @@ def _window_of_shared_rows(
         if window is not None:
             return window
     raise NotImplementedError(
-        f"{_layer(module)}: attention_mask: expected the window that the mask function of cp_group makes, got a tensor of shape "
+        f"{layer_name(module)}: attention_mask: expected the window that the mask function of cp_group makes, got a tensor of shape "
         f"{list(attention_mask.shape)}; leave the mask to transformers"
     )
 
@@ -361,7 +376,7 @@ def _with_mask(module: nn.Module, attention_mask: Tensor, query: Tensor, key: Te
         return _Visible(mask=_of_flex(attention_mask)), False
     if attention_mask.dim() != 4 or not (attention_mask.is_floating_point() or attention_mask.dtype == torch.bool):
         raise TypeError(
-            f"{_layer(module)}: attention_mask: expected a bool or floating-point tensor [batch, heads or 1, queries, keys], "
+            f"{layer_name(module)}: attention_mask: expected a bool or floating-point tensor [batch, heads or 1, queries, keys], "
             f"got {attention_mask.dtype} of shape {list(attention_mask.shape)}; pass the model a mask [batch, keys] of ones and zeros"
         )
     if attention_mask.is_floating_point():
@@ -404,7 +419,7 @@ def _from_dense(module: nn.Module, attention_mask: Tensor, Sq: int, Sk: int) -> 
         return Mask.from_dense(attention_mask[..., :Sk].expand(-1, -1, Sq, -1))
     except ValueError as error:
         raise ValueError(
-            f"{_layer(module)}: attention_mask: {error}. In transformers, pass a floating-point mask of 0 and -inf"
+            f"{layer_name(module)}: attention_mask: {error}. In transformers, pass a floating-point mask of 0 and -inf"
         ) from error
 
 
@@ -414,7 +429,7 @@ def _packed(
     """Combines packed documents, given by their starts, with the other masks."""
     if key.shape[0] != 1:
         raise ValueError(
-            f"{_layer(module)}: cu_seq_lens_k: expected one batch entry with all documents, got a batch of {key.shape[0]}; "
+            f"{layer_name(module)}: cu_seq_lens_k: expected one batch entry with all documents, got a batch of {key.shape[0]}; "
             "pack the documents into one row"
         )
     sides, Sq = (visible.left, visible.right), query.shape[2]

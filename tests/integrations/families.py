@@ -132,6 +132,12 @@ FAMILIES = {
         {**_DECODER, "attention_chunk_size": 8, "num_local_experts": 1, "intermediate_size_mlp": 48,
          "layer_types": ["chunked_attention", "full_attention"]},
     ),
+    "inkling2": Family(  # a sink of each query, which layers compute, beside a position bias of each
+        "Inkling2TextConfig", "Inkling2ForCausalLM",
+        {**_DECODER, "swa_head_dim": 8, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "moe_intermediate_size": 16,
+         "n_routed_experts": 4, "num_experts_per_tok": 2, "sliding_window_size": 8, "rel_extent": 16, "d_rel": 4,
+         "layer_types": ["hybrid_sliding", "hybrid"], "unpadded_vocab_size": VOCABULARY, "n_layers_per_attn_res_block": 1}, packed=False,
+    ),
     "gpt2": Family(
         "GPT2Config", "GPT2LMHeadModel",
         {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "resid_pdrop": 0.0,

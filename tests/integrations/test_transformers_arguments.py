@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 transformers = pytest.importorskip("transformers", reason="the extra `hf` is not installed: pip install -e '.[hf]'")
 
@@ -59,6 +60,50 @@ def test_indices_that_an_indexer_has_chosen() -> None:
     mask = made(masks.causal_mask_function, 12, 12)
     got = fax.attention(Layer(), q, k, v, mask, indices=indices)[0]
     torch.testing.assert_close(got, expected(q, k, v, visible[:, None]))
+
+
+@pytest.mark.parametrize("case", ["causal", "step", "with s_aux", "half"])
+def test_sinks_of_queries(case: str) -> None:
+    """One more logit in the softmax of each query, with gradients of it and of q, k and v; also where a row sees no key."""
+    dtype = torch.bfloat16 if case == "half" else torch.float32
+    q, k, v = (t.to(dtype) for t in tensors())
+    if case == "step":  # of generation: two queries, no gradient
+        q = q[:, :, -2:]
+    sinks = torch.randn(*q.shape[:3], 1, dtype=dtype)
+    s_aux = torch.randn(q.shape[1]) if case == "with s_aux" else None
+    leaves = [t.requires_grad_(case != "step") for t in (q, k, v, sinks)]
+    rows = torch.arange(q.shape[2])[:, None] + k.shape[2] - q.shape[2]
+    visible = (torch.arange(k.shape[2]) <= rows) & (rows != 0)
+    given = None if case == "step" else visible[None, None]
+
+    def formula(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+        logits = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(~visible, -torch.inf)
+        more = sinks if s_aux is None else torch.cat([sinks, s_aux[:, None, None].to(sinks).expand_as(sinks)], -1)
+        weights = torch.cat([logits, more], -1).softmax(-1)[..., : k.shape[2]]
+        return (weights @ v).transpose(1, 2), weights
+
+    out, weights = fax.attention(
+        Layer(), *leaves[:3], given, sinks=leaves[3], s_aux=s_aux, is_causal=True, output_attentions=True
+    )
+    assert out.dtype == weights.dtype == dtype
+    exact = [t.detach().double().requires_grad_() for t in leaves]
+    expected_out, expected_weights = formula(*exact)
+    tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(out.double(), expected_out, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(weights.double(), expected_weights, rtol=tolerance, atol=tolerance)
+    if case != "step":
+        got = torch.autograd.grad(out.float().square().sum(), leaves)
+        for a, b in zip(got, torch.autograd.grad(expected_out.square().sum(), exact), strict=True):
+            torch.testing.assert_close(a.double(), b, rtol=5 * tolerance, atol=5 * tolerance)
+
+
+def test_sinks_of_another_shape() -> None:
+    q, k, v = tensors()
+    with pytest.raises(
+        ValueError, match=r"Layer of layer 3: sinks: expected a logit of each query, \[.*, 1\], got shape \[4\]"
+    ):
+        fax.attention(Layer(), q, k, v, None, sinks=torch.zeros(4))
 
 
 @pytest.mark.parametrize("version", ["4.56.2", "3.0", "4.9"])
