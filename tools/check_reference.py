@@ -25,7 +25,10 @@ sys.path.insert(0, str(ROOT))  # this checkout, not an installed package
 
 # Packages that list their public names, and modules in which those are all that they define without an underscore.
 LISTED = ("flashattn_ext", "flashattn_ext.distributed")
-DEFINED = ("flashattn_ext.integrations.transformers", "flashattn_ext.integrations.sdpa")
+# flashattn_ext.integrations.torchtitan is not among them: importing it needs torchtitan.
+DEFINED = (
+    "flashattn_ext.integrations.transformers", "flashattn_ext.integrations.sdpa", "flashattn_ext.integrations.diffusers",
+)  # fmt: skip
 # Users only import it.
 WHOLE = ("flashattn_ext.integrations.dtensor",)
 

@@ -54,7 +54,7 @@ RULES = [
     Rule(r"pip install (torch|(-v )?\.|\"\.\[cli\]\")", AS_WRITTEN),
     Rule(r"pip install --no-build-isolation.*", AS_WRITTEN),
     Rule(r"FLASHATTN_EXT_CUDA=0 .*", AS_WRITTEN),
-    Rule(r"pip install \"transformers>=4\.57\" accelerate", AS_WRITTEN),
+    Rule(r"pip install (\"transformers>=4\.57\" accelerate|diffusers)", AS_WRITTEN),
     Rule(r"pip uninstall flashattn_ext", "pip show flashattn_ext"),  # shows that it is installed under this name
     Rule(r"python examples/\w+\.py", "{} --steps 20"),
     Rule(r"python -m build --sdist", "{} --outdir ../again"),

@@ -333,6 +333,17 @@ def _of_batches(
     enable_gqa: bool,
 ) -> Tensor:  # fmt: skip
     """Attention [B, Hq, Sq, Dv] of tensors of up to 4 dimensions."""
+    tensors, options = _converted(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    # The memory layout of the result is [B, Sq, Hq, Dv], as in torch's fused kernels, so that models merge heads without a copy.
+    out: Tensor = api.forward(*tensors, **options).transpose(1, 2)
+    return out
+
+
+def _converted(
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool, scale: float | None,
+    enable_gqa: bool,
+) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:  # fmt: skip
+    """Tensors [B, S, H, D] and options of forward() that mean what scaled_dot_product_attention means with these arguments."""
     if not _fit_already(q, k, v, enable_gqa):
         q, k, v = _broadcast(q, k, v, enable_gqa)
     batch, heads = q.shape[:2]
@@ -349,9 +360,7 @@ def _of_batches(
                 k, v = k.narrow(1, 0, Sq), v.narrow(1, 0, Sq)
     elif attn_mask is not None:
         options["mask"], options["bias"] = _mask_and_bias(attn_mask, q.dtype, batch, heads, Sq, Sk)
-    # The memory layout of the result is [B, Sq, Hq, Dv], as in torch's fused kernels, so that models merge heads without a copy.
-    out: Tensor = api.forward(q, k, v, **options).transpose(1, 2)
-    return out
+    return (q, k, v), options
 
 
 def _fit_already(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> bool:
