@@ -7,17 +7,22 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import create_block_mask
 
 pytest.importorskip("torchtitan", reason="pip install torchtitan")
 titan = pytest.importorskip("torchtitan.models.common.attention", reason="torchtitan needs triton")
 
 from torchtitan.config.override import OverrideConfig, apply_overrides  # noqa: E402
-from torchtitan.models.llama3.config_registry import llama3_debugmodel_varlen_attn  # noqa: E402
+from torchtitan.models.llama3.config_registry import llama3_debugmodel, llama3_debugmodel_varlen_attn  # noqa: E402
 
 import flashattn_ext  # noqa: E402
-from flashattn_ext.integrations.torchtitan import Attention  # noqa: E402
+from flashattn_ext.integrations.torchtitan import Attention, BlockAttention  # noqa: E402
 
-OVERRIDE = "flashattn_ext.integrations.torchtitan.varlen"
+# By backend: the configuration of a model, the class that replaces its attention, and the function of ours that it calls.
+BACKENDS = {
+    "varlen": (llama3_debugmodel_varlen_attn, Attention, "varlen_forward"),
+    "flex": (llama3_debugmodel, BlockAttention, "forward"),
+}
 B, L = 2, 40
 
 
@@ -42,46 +47,52 @@ def _formula(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float | No
     return torch.einsum("bihj,bjhd->bihd", logits.softmax(-1), v), logits.logsumexp(-1)
 
 
-def _model() -> Any:
-    config = llama3_debugmodel_varlen_attn()
+def _model(backend: str) -> Any:
+    config = BACKENDS[backend][0]()
     config.model_spec.model.layers = config.model_spec.model.layers[:2]
-    lines = apply_overrides(OverrideConfig(imports=[OVERRIDE]), config)
-    assert len(lines) == 2 and all(OVERRIDE in line for line in lines)
+    override = f"flashattn_ext.integrations.torchtitan.{backend}"
+    lines = apply_overrides(OverrideConfig(imports=[override]), config)
+    assert len(lines) == 2 and all(override in line for line in lines)
     torch.manual_seed(0)
     model = config.model_spec.model.build()
     model.init_states()
     return model
 
 
-def test_a_model_that_names_the_override(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, positions = _model(), _positions()
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_model_that_names_the_override(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, positions = _model(backend), _positions()
+    _, kind, function = BACKENDS[backend]
     tokens = torch.randint(2048, (B, L), generator=torch.Generator().manual_seed(1))
-    assert all(type(layer.attention.inner_attention) is Attention for layer in model.layers.values())
+    assert all(type(layer.attention.inner_attention) is kind for layer in model.layers.values())
 
     def results() -> list[Tensor]:
         model.zero_grad()
-        out = model(tokens, positions=positions, attention_masks=model.get_attention_masks(positions))
+        out = model(tokens, positions=positions, attention_masks=masks)
         out.square().mean().backward()
         return [out.detach(), *(p.grad.clone() for p in model.parameters())]
 
     calls: list[Any] = []
-    original = flashattn_ext.varlen_forward
-    monkeypatch.setattr(flashattn_ext, "varlen_forward", lambda *a, **o: (calls.append(o), original(*a, **o))[1])
+    original, masks = getattr(flashattn_ext, function), model.get_attention_masks(positions)
+    monkeypatch.setattr(flashattn_ext, function, lambda *a, **o: (calls.append(o), original(*a, **o))[1])
     got = results()
-    assert len(calls) == 2 and calls[0]["window_size"] == (-1, 0)
+    assert len(calls) == 2
+    assert calls[0]["mask"] is calls[1]["mask"] if backend == "flex" else calls[0]["window_size"] == (-1, 0)
     visible = _visible(positions)
-    monkeypatch.setattr(
-        Attention, "forward", lambda self, q, k, v, *, scale=None, **_: _formula(q, k, v, visible, scale)[0]
-    )
+    monkeypatch.setattr(kind, "forward", lambda self, q, k, v, *, scale=None, **_: _formula(q, k, v, visible, scale)[0])
     for a, b in zip(got, results(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4 * float(b.abs().max()))
 
 
 @pytest.mark.parametrize("left", [-1, 6])
-def test_a_window_and_what_is_done_with_out_and_lse(left: int) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_window_and_what_is_done_with_out_and_lse(backend: str, left: int) -> None:
     """gpt-oss rescales out by its sinks there, through the gradient of lse."""
-    attention = Attention(Attention.Config(window_size=(left, 0)))
-    masks = titan.create_varlen_metadata_for_document(_positions())
+    attention: nn.Module = Attention(Attention.Config(window_size=(left, 0)))
+    masks: Any = titan.create_varlen_metadata_for_document(_positions())
+    if backend == "flex":
+        attention, visible = BlockAttention(BlockAttention.Config()), _visible(_positions(), left)
+        masks = create_block_mask(lambda b, h, i, j: visible[b, i, j], B, None, L, L, device="cpu")
     q, k, v = (torch.randn(B, L, heads, width) for heads, width in ((4, 8), (2, 8), (2, 12)))
     sinks = torch.randn(4)
 
@@ -105,7 +116,7 @@ def test_making_it_activates_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(Attention(Attention.Config()), nn.Module)
 
 
-def test_what_is_refused() -> None:
+def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     attention = Attention(Attention.Config())
     masks = titan.create_varlen_metadata_for_document(_positions())
     q, k = torch.randn(B, L, 4, 8), torch.randn(B, L, 2, 8)
@@ -117,3 +128,15 @@ def test_what_is_refused() -> None:
         attention(q, k, k, attention_masks=masks)
     with pytest.raises(TypeError, match="score_mod: expected nothing by this name, got function"):
         attention(q, q, q, attention_masks=masks, score_mod=lambda s, *_: s)
+    blocks = BlockAttention(BlockAttention.Config())
+    with pytest.raises(TypeError, match=r"attention_masks: expected FlexAttention's BlockMask, .*attn_backend='flex'"):
+        blocks(q, q, q, attention_masks=masks)
+    block_mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, L, L, device="cpu")
+    with pytest.raises(NotImplementedError, match="score_mod: expected None, there are no score functions here"):
+        blocks(q, q, q, attention_masks=block_mask, score_mod=lambda s, *_: s)
+    with pytest.raises(ValueError, match="k_BLNH: expected the 4 heads"):
+        blocks(q, k, k, attention_masks=block_mask)
+    monkeypatch.setattr("flashattn_ext.integrations.torchtitan.is_in_batch_invariant_mode", lambda: True)
+    attention(q, q, q, attention_masks=masks)
+    with pytest.raises(NotImplementedError, match="invariant"):
+        blocks(q, q, q, attention_masks=block_mask)
