@@ -17,7 +17,9 @@
 // last start have no meaning.
 //
 // Both lists describe the same blocks. On the CPU block_mask_check.cpp checks that, and every number; on a device it
-// cannot. There a number of bits of P or more stands for more partial blocks than `max_partial` allowed.
+// cannot. Kernels there access no memory outside of their tensors whatever the lists hold, but a deterministic backward
+// may wait forever for a block that only one of the lists has. A number of bits of P or more stands for more partial
+// blocks than `max_partial` allowed.
 #pragma once
 
 #include "params.h"

@@ -1,7 +1,7 @@
-// Keeps non-finite inputs out of the results from which a Mask hides them. In a product along keys or rows a masked
-// pair has the weight 0, and 0 * NaN is NaN. So in partially masked tiles, rows with an inf or a NaN become zeros in
-// shared memory before the product, and the results that see such a row are set to NaN separately: each kernel says
-// how. Without such rows the only cost is that a tile is read once more than without a Mask.
+// Keeps non-finite inputs out of the results from which a Mask or a BlockMask hides them. In a product along keys or
+// rows a masked pair has the weight 0, and 0 * NaN is NaN. So in partially masked tiles, rows with an inf or a NaN
+// become zeros in shared memory before the product, and the results that see such a row are set to NaN separately: each
+// kernel says how. Without such rows the only cost is that these tiles are read once more than without a mask.
 #pragma once
 
 #include "cuda/ptx/math.cuh"

@@ -1,6 +1,6 @@
 // The order of additions to dq in a deterministic call: key tiles add to a tile of queries in ascending order. A
-// counter in the workspace (BackwardWorkspace::dq_added) says how many have added; in kernels that can read a Mask, it
-// says which one has added last: its number plus 1, or 0 before the first.
+// counter in the workspace (BackwardWorkspace::dq_added) says how many have added. In kernels that can read a Mask it
+// says instead which one has added last (its number plus 1, or 0 before the first), unless the call has a BlockMask.
 #pragma once
 
 #include "cuda/ptx/memory.cuh"

@@ -70,8 +70,9 @@ inline int64_t even_section(int64_t heads, int64_t most) {
 }
 
 // Heads of a section. With a right bound or a Mask some tiles are longer than others: if the long tiles of all heads of
-// a section start first, short ones are left for the end and fill the gaps. Without a bound and a Mask this function
-// returns one head; with a BlockMask too, whose tiles have any length, and read any of the head's data.
+// a section start first, short ones are left for the end and fill the gaps. Without either this function returns one
+// head. A BlockMask is no reason for more heads: its tiles may have any length at any place of a head, and read any of
+// the head's data. With a right bound beside it, sections have the heads that the cache holds, whatever `at_least` is.
 inline int section_heads(const AttnParams& p, int64_t heads, int64_t head_bytes, int64_t at_least = 1) {
   constexpr int64_t kCacheBytes = 32 << 20;
   if (p.window_right == kUnbounded && !p.has_intervals()) return 1;
@@ -110,7 +111,7 @@ inline TileOrder forward_order(const AttnParams& p, int64_t blocks, int64_t elem
 
 // The order of a backward call, whose queries, output gradients and sums of dq are to stay in the cache. at_once: how
 // many key tiles are computed at a time; at_least: about how many heads a section has at least, if it leaves no tiles
-// for the end. Figures are in lab/logs/sm90_backward.md.
+// for the end; 1: as many as have at_once tiles. Figures are in lab/logs/sm90_backward.md.
 // In a deterministic call key tiles of a head add to dq one after the other, so that consecutive tiles belong to
 // different heads. A section has at least as many tiles as are computed at a time, and up to twice as many where the
 // data of its heads fit kDeterministicBytes. With a right bound or a Mask it has about 2 * at_least heads or more.
@@ -121,16 +122,16 @@ inline TileOrder backward_order(const AttnGradParams& p, int64_t blocks, int64_t
                                 int64_t at_least = 1) {
   constexpr int64_t kDeterministicBytes = 24 << 20;
   const int64_t head_bytes = group_bytes(p, element_bytes), heads = p.batch * p.heads_k;
-  const bool grouped = p.group_size() > 1, is_persistent = at_least > 1;
+  const bool grouped = p.group_size() > 1, names_heads = at_least > 1;  // whether the kernel says how many heads
   // A section of fewer tiles than are computed at a time would leave the long tiles of the next one without short tiles
   // beside them: on an H200 2 x 4096 causal with 32:8 heads took 1.41 times the time at D = 64, at D = 128 1.2 times.
-  if (!is_persistent && !p.deterministic) at_least = std::max<int64_t>(1, (at_once + blocks / 2) / blocks);
-  int64_t section = section_heads(p, heads, head_bytes, p.deterministic && is_persistent ? 2 * at_least : at_least);
+  if (!names_heads && !p.deterministic) at_least = std::max<int64_t>(1, (at_once + blocks / 2) / blocks);
+  int64_t section = section_heads(p, heads, head_bytes, p.deterministic && names_heads ? 2 * at_least : at_least);
   int last = 0;
   if (p.deterministic) {
     const int64_t apart = tile_count(at_once, blocks), cached = kDeterministicBytes / std::max<int64_t>(1, head_bytes);
     section = std::max(section, std::min(heads, std::max(apart, std::min(2 * apart, cached))));
-  } else if (is_persistent || blocks >= 64) {
+  } else if (names_heads || blocks >= 64) {
     last = last_tiles(p, blocks, heads, 2) / (grouped ? 2 : 1);
     if (last > 0) section = section_heads(p, heads, 4 * head_bytes, grouped ? 4 : 1);
   }

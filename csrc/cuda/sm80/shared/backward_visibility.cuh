@@ -7,12 +7,15 @@
 //   note(...)                fills the Notes. first, last: tiles of queries of the walk
 //   Walk                     over tiles of queries: all those of one head, then those of the group's next head
 //     steps                  how many there are. If that is found out late, it is INT_MAX until `advance` finds the end
-//     next(kernel, i)        the tile to load next, the i-th. One thread notes it
-//     now(kernel, i)         the i-th tile, whose queries have been loaded, with a barrier in between; valid in its
-//     step ends_head(tile)        whether it is the last one of its head advance_ahead(kernel, i), advance(kernel, i)
-//                            to the next tile to load, the i-th; and past the tile that has been computed
+//     next(kernel, i)        the tile to load next, the i-th of the walk. One thread notes it
+//     now(kernel, i)         the i-th tile, once a barrier has followed next(kernel, i); valid in the step of the tile
+//     ends_head(tile)        whether a tile is the last one of its head
+//     advance_ahead(kernel, i)
+//                            moves to the next tile to load, which is the i-th
+//     advance(kernel, i)     the same, and moves past the tile that has been computed
 //   QueryTile                h, m: query head, number of the tile in its sequence; and what the policy knows of it
-//   is_whole(tile)           whether no other mask than causal and window hides anything in it
+//   is_whole(tile)           whether the tile lies in no partial block of a BlockMask; what causal, the window and a
+//                            Mask hide is in `all`
 //   SeenBy<kKeyTiles, N>, seen_by<kKeyTiles, N>(kernel, tile, row, key)
 //                            what a lane sees. row, key: the warp's first ones, within the sequence
 //   isolate_keys(kernel), isolate_queries(kernel, tile)
@@ -93,7 +96,7 @@ struct ArithmeticQueries {
   static __device__ int added_after(const Kernel&, int before) { return before + 1; }
 };
 
-// A Mask, intervals of rows for each key, or a BlockMask, lists of blocks, as well.
+// Causal and window, and a Mask (intervals of rows for each key) or a BlockMask (lists of blocks).
 template <class Kernel>
 struct MaskQueries {
   using Mask = Mask32;
@@ -105,7 +108,7 @@ struct MaskQueries {
   struct Notes {
     IntervalPairs pairs;
     EarlierKeyTile before;  // in a deterministic call with a Mask: the last key tile that adds to any tile of the walk
-    Limits walk;            // tiles of queries that causal, window and a Mask leave
+    Limits walk;            // tiles of queries that causal, window and a Mask leave; a BlockMask may hide some of them
     int end_head;           // after the last query head of the KV head
     QueryTile tiles[4];     // those of two stages that are computed or loaded
   };

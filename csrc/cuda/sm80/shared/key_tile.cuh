@@ -135,11 +135,9 @@ struct KeyTileKernel : Shape {
   __device__ int first_score_key() const { return n * kKeys + score_key(0); }  // within the sequence
   __device__ Mask mask() const { return Mask(p, extent()->length_q, extent()->length_k); }
 
-  // Computes key tile `tile` of a head and every step-th after it: more than one only if the sequence is longer than
-  // the grid was sized for.
-  // Key tile number `tile` of the `tiles` that the host knows of a head, and those of a longer sequence. In a
-  // deterministic call a tile waits for the earlier ones of its head, which have to be under way: there the thread
-  // block of the last tile computes all later ones.
+  // Computes key tile number `tile` of the `tiles` tiles of a head that the host knows and, if the sequence is longer
+  // than that, every tiles-th tile after it. In a deterministic call a tile waits for the earlier tiles of its head,
+  // which must therefore be under way: there the thread block of the last known tile computes all tiles after it.
   __device__ void run(int batch, int head_k, int tile, int tiles) {
     b = batch;
     hk = head_k;

@@ -1,5 +1,6 @@
-// Tiles of the sm_80 kernels by the shared memory of the GPU. kLarge, of second derivatives: the GPU gives a thread
-// block 227 KB of it (Hopper and newer data centre GPUs); their other tiles fit in derivative_shared().
+// Tiles of the sm_80 kernels by the shared memory that the GPU gives a thread block. A backward has a tile for each of
+// the three sizes below. Second derivatives have two: with kLarge the GPU gives kLargeShared, and the other tile fits
+// into derivative_shared().
 #pragma once
 
 #include <cstdint>
@@ -60,8 +61,8 @@ constexpr int step_keys(const ForwardTile& tile) {
   return tile.keys;
 }
 
-// The tile of a backward on a GPU whose thread blocks may have kShared bytes, one of the three sizes above. For a kernel
-// without a row, which finishes dq of the others of its class, it is that of the first of them.
+// The tile of a backward on a GPU whose thread blocks may have kShared bytes, one of the three sizes above. For a
+// kernel without a row, which finishes dq of the others of its class, it is that of the first of them.
 template <class T, int kHeadDim, Options kOptions, int kShared>
 constexpr BackwardTile backward_tile() {
   const BackwardTile* tiles = nullptr;

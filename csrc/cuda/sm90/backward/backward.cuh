@@ -125,7 +125,7 @@ struct Backward : PingPong {
   }
 
   // The producer warpgroup: one warp loads, one adds dq to the workspace (two with a bias), and the last two inspect
-  // values that a Mask may hide. It gives registers to the two consumer warpgroups.
+  // values that a Mask or a BlockMask may hide. It gives registers to the two consumer warpgroups.
   static __device__ void run(Shared& shared, const AttnGradParams& p, const Workspace& workspace, const Maps& maps,
                              const TileGrid& grid) {
     if (threadIdx.x < kGroupThreads) {

@@ -89,10 +89,10 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
     MaybeArray<ptx::Barrier, kRowStages> rows_full, rows_empty;
     ptx::Barrier work_full, work_empty, tail_cleared;
     Work work;
-    // With a Mask (forward_mask.cuh) or a BlockMask (forward_blocks.cuh, without those of kFinds). v_arrived: values
-    // have arrived that are inspected before v_full completes. tiles_end: all key tiles of a query tile but the last
-    // kKeyTilesAhead have been loaded. poisoned: whether the result is NaN, for each row of a query tile and of the
-    // next one.
+    // With a Mask (forward_mask.cuh) or a BlockMask (forward_blocks.cuh); members whose size depends on kFinds are
+    // those of a Mask alone. v_arrived: values have arrived that are inspected before v_full completes. tiles_end: all
+    // key tiles of a query tile but the last kKeyTilesAhead have been loaded. poisoned: whether the result is NaN, for
+    // each row of a query tile and of the next one.
     MaybeArray<KeyTile, kMaskStages> key_tiles;  // one for each stage of keys
     MaybeArray<ptx::Barrier, kFinds ? kKeyBatches : 0> batch_full, batch_empty;
     MaybeArray<ptx::Barrier, kFoundStages> pairs_full;
@@ -114,7 +114,7 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
         p, grid, static_cast<int>(team * gridDim.x + blockIdx.x), take, body);
   }
 
-  // --- the producer thread, without intervals -----------------------------------------------------------------------
+  // --- the producer thread, without a Mask and a BlockMask ----------------------------------------------------------
 
   struct Loader {
     Shared& shared;

@@ -20,7 +20,7 @@ struct ChunksApart {
 };
 using NoChunks = ChunksApart<ForwardWork>;
 
-// kMasks: a Mask or a BlockMask, kLists: a BlockMask.
+// kMasks: whether calls may have a Mask, or have a BlockMask; kLists: whether they have a BlockMask.
 struct PlainPolicies {
   static constexpr bool kMasks = false, kLists = false;
   template <class Kernel, int kGroups>

@@ -248,7 +248,7 @@ struct BackwardLoader {
   }
 };
 
-// The producer warpgroup: the loads and, with a Mask, the inspection.
+// The producer warpgroup: the loads and, with a Mask or a BlockMask, the inspection.
 template <class Kernel, class Shared, class Workspace, class Maps>
 __device__ __forceinline__ void load_or_inspect(Shared& shared, const AttnGradParams& p, const Workspace& workspace,
                                                 const Maps& maps, const TileGrid& grid) {

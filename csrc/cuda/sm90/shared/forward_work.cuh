@@ -12,15 +12,18 @@ namespace flashattn_ext::sm90 {
 
 // One tile of queries. Numbers count from the start of a sequence.
 struct alignas(16) ForwardWork {
-  int b, h, row0;                       // row0: first query of the tile; an empty work ends the kernel
-  int first, last;                      // key tiles that queries of the tile see; with a Mask, not all between them
+  int b, h, row0;  // row0: first query of the tile; an empty work ends the kernel
+  // Key tiles that queries of the tile see; with a Mask, not all between them. Consumers of a call with a BlockMask get
+  // places along a run of blocks instead (TilesOfRun).
+  int first, last;
   int query_start, length_q, length_k;  // the sequence's; query_start in the rows of its batch entry
 
   __device__ bool exists() const { return row0 < length_q; }
   __device__ bool sees_keys() const { return first <= last; }
   __device__ Mask32 mask(const AttnParams& p) const { return Mask32(p, length_q, length_k); }
 
-  // Key tiles that the 64 queries from `row` on see, without a Mask; an empty range is at `first`.
+  // Key tiles that the 64 queries from `row` on see, as far as causal and window are concerned; an empty range is at
+  // `first`.
   template <int kKeys>
   __device__ __forceinline__ Limits tiles_of(const AttnParams& p, int row) const {
     const Limits none{first, first};
