@@ -78,7 +78,6 @@ struct Backward : BackwardBase<T, kHeadDimension, kOptions, kShared> {
         stages(reinterpret_cast<unsigned char*>(v_tile + kKeys * RowTile::kStride)) {}
 
   static constexpr int kSharedBytes = kTileBytes + static_cast<int>(sizeof(typename Base::Notes));
-  static_assert(kSharedBytes <= std::max(kShared, least_shared(kBytes, kHeadDim)));
 
   __device__ void load_keys(int64_t row, int count) {
     load_tile<RowTile, kKeys, kThreads>(k_tile, row_pointer<const T>(p.k, b, hk, row), p.k.row_stride, count,
@@ -247,7 +246,10 @@ void launch_backward(const AttnGradParams& p) {
 template <class T, int kHeadDim, Options kOptions, class Body>
 auto with_shared_memory(const Body& body) {
   auto call = [&](auto size) {
-    return body(std::integral_constant<int, size_of_same_tile<T, kHeadDim, kOptions, decltype(size)::value>()>());
+    constexpr int kShared = decltype(size)::value, kOfKernel = size_of_same_tile<T, kHeadDim, kOptions, kShared>();
+    static_assert(Backward<T, kHeadDim, kOptions, kOfKernel>::kSharedBytes <=
+                  std::max(kShared, least_shared(sizeof(T), kHeadDim)));
+    return body(std::integral_constant<int, kOfKernel>());
   };
   const int most = most_shared_memory();
   return most >= kLargeShared    ? call(std::integral_constant<int, kLargeShared>())

@@ -99,6 +99,8 @@ struct Backward : PingPong {
   static_assert(sizeof(Shared) <= kSharedLimit);
   static_assert(!kDoutApart || !kMasks);  // the inspector warps expect dout in the stages of queries
   static_assert(kStages >= 2);            // the next scores are computed before these queries are released
+  // BlockQueries takes a key tile for a block, and the adder of dq waits for either warpgroup apart.
+  static_assert(!kLists || (kKeys == kBlockSide && kDqParts == 2));
   static_assert(!kApart ||
                 ((includes(kGroups, kOptions) || kOptions == kDropout || kLists) && !kDoutApart && kDqTiles == 8));
 
