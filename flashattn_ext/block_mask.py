@@ -76,7 +76,8 @@ class BlockMask:
 
         Raises:
             TypeError: `visible` is not a bool tensor, or a number is not an int.
-            ValueError: the shape or the block size is not as described.
+            ValueError: the shape or the block size is not as described. Calls refuse a mask of more than 2^31 - 1 blocks of 128 x 128 in a
+                head.
         """
         _check_bool(visible)
         Sq, Sk = size_of("Sq", Sq), size_of("Sk", Sk)

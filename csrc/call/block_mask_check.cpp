@@ -2,6 +2,7 @@
 #include <ATen/TensorSubclassLikeUtils.h>
 #include <c10/util/Exception.h>
 
+#include <limits>
 #include <string>
 #include <vector>
 
@@ -89,6 +90,12 @@ void check_block_mask(const AttnCall& c) {
                     "mask: expected the lists of a BlockMask of [", c.batch(), " or 1, 1 or ", heads_k, " or ", heads_q,
                     ", ", seqlen_q, ", ", seqlen_k, "] (batch, heads, rows, keys), got lists of shape ",
                     lists.sym_sizes());
+  // Starts are int32, and so are the places of entries in kernels.
+  constexpr int64_t kMostEntries = std::numeric_limits<int32_t>::max();
+  TORCH_CHECK_VALUE(holds(lists.sym_size(2).sym_le(starts + 4 * kMostEntries)),
+                    "mask: expected a BlockMask with room for at most ", kMostEntries,
+                    " blocks in a head, got room for ", (lists.sym_size(2) - starts) / 4,
+                    "; from_function and from_flex make room for visible blocks alone");
   TORCH_CHECK_VALUE(
       bits.dim() == 3 && holds(bits.sym_size(1).sym_eq(kMaskBlock)) && holds(bits.sym_size(2).sym_eq(kMaskBlockWords)),
       "mask: expected bits of shape [blocks, ", kMaskBlock, ", ", kMaskBlockWords, "], got ", bits.sym_sizes());

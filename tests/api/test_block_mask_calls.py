@@ -72,6 +72,16 @@ def test_every_function_takes_it(device: str) -> None:
     assert flashattn_ext.supports(x, x, x, mask=mask)
 
 
+def test_lists_whose_entries_do_not_fit_32_bits(device: str) -> None:
+    x, mask = rows(device), some_pairs(device)
+    entries = mask.lists[..., :1].expand(-1, -1, 2**33 + mask.lists.shape[2])  # of one word in memory
+    longest = BlockMask(entries, mask.bits, S, S)
+    with pytest.raises(
+        ValueError, match=r"mask: expected a BlockMask with room for at most 2147483647 blocks in a head, got room for"
+    ):
+        flashattn_ext.forward(x, x, x, mask=longest)
+
+
 def test_the_example_of_flex_attention(device: str) -> None:
     """FlexAttention's mask and tensors, unchanged."""
     q, k, v = (torch.randn(2, 2, S, 16, device=device) for _ in range(3))
