@@ -286,10 +286,10 @@ PAGE = """# The compiled CUDA kernels
 
 Made from `csrc/cuda/table/kernel_table.h` by `python3 csrc/sources.py page`; do not edit. Each cell is one kernel in each of the dtypes,
 by the class of head dims (a kernel serves every head dim up to its class) and the [options](architecture.md#glossary) that it supports; it holds
-the tile, whose sizes the heading explains. A call runs the first row of the table that serves it, a general kernel if there is no
-other. Where a cell is empty, general kernels or a larger class serve the call; Hopper then runs the sm_80 kernels. Figures in notes are
-TFLOP/s on an H200 (bf16; full / causal, S = 4096 where none is named; with a Mask: one document / documents of a mean of 1024 tokens, both causal
-and S = 16384) of the tile and of others.
+the tile, whose sizes the heading explains; "masks" are a Mask or a BlockMask, "intervals" a Mask, "blocks" a BlockMask. A call runs the first
+row of the table that serves it, a general kernel if there is no other. Where a cell is empty, general kernels or a larger class serve the call;
+Hopper then runs the sm_80 kernels. Figures in notes are TFLOP/s on an H200 (bf16; full / causal, S = 4096 where none is named; with a Mask: one
+document / documents of a mean of 1024 tokens, both causal and S = 16384) of the tile and of others.
 """
 UNITS = {
     (
@@ -393,18 +393,23 @@ def _decode_grid() -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines) + _notes(rows)
 
 
+def in_words(options: str) -> str:
+    """The options of a row, as the page names them."""
+    return {"kUnlisted": "all but blocks"}.get(options, options[1:].lower())
+
+
 def _notes(rows: Sequence[Row]) -> str:
     """A line for the note of each row, and one for each group of the others."""
     groups: dict[str, list[Row]] = {}
     lines = ["\n"]
     for row in rows:
         if row.note:
-            about = row.options[1:].lower() or f"{' and '.join(row.dtypes)}, {row.packed_rows} rows"
+            about = in_words(row.options) or f"{' and '.join(row.dtypes)}, {row.packed_rows} rows"
             lines.append(f"- {row.head_dim}, {about}: {row.note}\n")
         elif row.group:
             groups.setdefault(row.group, []).append(row)
     for note, others in groups.items():
-        options = [*dict.fromkeys(row.options[1:].lower() for row in others)]
+        options = [*dict.fromkeys(in_words(row.options) for row in others)]
         dims = sorted({row.head_dim for row in others})
         about = "others" if options == [""] else f"{dims[0]} to {dims[-1]}, {', '.join(options)}"
         lines.append(f"- {about}: {note}\n")
@@ -419,13 +424,7 @@ def _grid(rows: Sequence[Row]) -> str:
         )
     )
     cells = {(row.head_dim, row.head_dim_v, row.options): describe(row) for row in rows}
-    text = (
-        "| D | "
-        + " | ".join(options[1:].lower() for options in columns)
-        + " |\n"
-        + "| --- " * (len(columns) + 1)
-        + "|\n"
-    )
+    text = "| D | " + " | ".join(map(in_words, columns)) + " |\n" + "| --- " * (len(columns) + 1) + "|\n"
     for qk, v in dims:
         name = f"{qk}" if qk == v else f"{qk}x{v}"
         text += f"| {name} | " + " | ".join(cells.get((qk, v, options), "") for options in columns) + " |\n"

@@ -243,8 +243,8 @@ inline constexpr KernelRow<sm90::ForwardTile> kSm90Forward[] = {
     // 794 / 484; 2 x 112: 804 / 475; 2 x 80: 770 / 480
     {k16Bit, 192,        kIntervals, kHopper, kMaySpill, {{2, 96, 2}, {2, 112, 2}, {2, 80, 2}}},
     {k16Bit, 256,        kIntervals, kHopper, kMaySpill, {{2, 64, 2}, {2, 80, 2}}},  // 818 / 480; 2 x 80: 820 / 499
-    {k16Bit, 64,         kBlocks,    kHopper, 0,         {{2, 64, 5, kOverlapped, true}}},  // sides divide a block; half of those of 64k: 427 of 522
-    {k16Bit, 128,        kBlocks,    kHopper, 0,         {{2, 128, 3}}},  // in the same way: 629 of 678
+    {k16Bit, 64,         kBlocks,    kHopper, 0,         {{2, 64, 5, kOverlapped, true}}},  // sides divide a block of 128; half of the blocks of 65536 tokens: 427, without a mask 522
+    {k16Bit, 128,        kBlocks,    kHopper, 0,         {{2, 128, 3}}},  // half of the blocks of 65536 tokens: 629, without a mask 678
     // 321 / 307 (spills 8 bytes); 2 x 160: 305 / 291; 2 x 128: 305 / 289
     {k16Bit, 64,         kScores,    kHopper, kMaySpill, {{3, 96, 3}, {2, 160, 3}, {2, 128, 3}}},
     // 437 / 417; 3 x 96: 445 / 420; 3 x 112: 467 / 430
@@ -362,8 +362,8 @@ inline constexpr KernelRow<sm90::BackwardTile> kSm90Backward[] = {
     {k16Bit, 192,        kIntervals, kHopper, kMaySpill, {{64, 64, 2, 1}, {64, 64, 3, 1}, {64, 64, 2, 2}}},
     // 469 / 257; 1 stage, 2 stages of keys: 337 / 202
     {k16Bit, 256,        kIntervals, kHopper, kMaySpill, {{64, 64, 2, 1}, {64, 64, 1, 2}}},
-    {k16Bit, 64,         kBlocks,    kHopper, 64,        {{128, 128, 2, 2}}},  // the plain tile: 496 of 511; spills in the loading warp
-    {k16Bit, 128,        kBlocks,    kHopper, 64,        {{128, 64, 3, 1, kApart}}},  // the plain tile: 567 of 610
+    {k16Bit, 64,         kBlocks,    kHopper, 64,        {{128, 128, 2, 2}}},  // the plain tile; half of the blocks of 65536 tokens: 496, without a mask 511; spills in the loading warp
+    {k16Bit, 128,        kBlocks,    kHopper, 64,        {{128, 64, 3, 1, kApart}}},  // the plain tile; half of the blocks of 65536 tokens: 567, without a mask 610
     {k16Bit, 64,         kScores,    kHopper, kMaySpill, {{128, 128, 2, 1}}},  // a second stage of keys does not fit
     {k16Bit, 96,         kScores,    kHopper, kMaySpill, {{128, 64, 2, 1}}},  // a third stage of queries does not fit
     {k16Bit, 128,        kScores,    kHopper, kMaySpill, {{128, 64, 2, 1}}},  // a third stage of queries does not fit
