@@ -1,4 +1,5 @@
-"""Calls that together run every CUDA kernel, for compute-sanitizer; some have invalid cu_seqlens, Mask extremes, lengths or block tables.
+"""Calls that together run every CUDA kernel, for compute-sanitizer; some have invalid cu_seqlens, Mask extremes, lists of blocks, lengths or
+block tables.
 
 python tools/sanitizer_calls.py [DTYPE...]      default: float16 bfloat16 float32
 """
@@ -47,6 +48,26 @@ def call_with_masks(dtype: torch.dtype, head_dim: int) -> int:
         out = flashattn_ext.varlen_forward(q, k, v, cu, cu, 20, 20, mask=mask, **options)
         torch.autograd.grad(out.float().sum(), (q, k, v))
     return 2 * len(choices)
+
+
+def call_with_block_masks(dtype: torch.dtype, head_dim: int) -> int:
+    """Runs dense calls with a BlockMask; returns the number of calls. Lists are not invalid in deterministic calls, which would not end."""
+    orders = ({"deterministic": True}, {"invalid": True}, {})
+    choices = list(itertools.product(orders, (1, 4), (0.0, 5.0)))
+    for order, heads, softcap in choices:
+        q, k, v = leaves(dtype, head_dim, 1, 300)
+        visible = torch.rand(1, heads, 200, 300, device="cuda") < 0.5
+        visible[..., :128, 128:256] = True
+        visible[..., 128:, :128] = False
+        mask = flashattn_ext.BlockMask.from_dense(visible)
+        if "invalid" in order:
+            mask.lists.random_(-5, 50)
+        deterministic = "deterministic" in order
+        out = flashattn_ext.forward(
+            q[:, :200], k, v, causal=heads == 1, softcap=softcap, mask=mask, deterministic=deterministic
+        )
+        torch.autograd.grad(out.float().sum(), (q, k, v))
+    return len(choices)
 
 
 def call_with_biases(dtype: torch.dtype, head_dim: int) -> int:
@@ -228,6 +249,7 @@ def main() -> None:
             torch.autograd.grad(out.float().sum() + lse.sum(), (q, k, v))
             calls += 1
         calls += call_with_masks(dtype, head_dim)
+        calls += call_with_block_masks(dtype, head_dim)
         calls += call_with_biases(dtype, head_dim)
         calls += call_with_caches(dtype, head_dim)
         calls += call_with_few_rows(dtype, head_dim)

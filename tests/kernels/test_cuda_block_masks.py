@@ -158,7 +158,9 @@ def test_more_partial_blocks_than_max_partial(dtype: torch.dtype, options: str) 
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("path", PATHS)
 def test_no_address_follows_from_what_lists_hold(path: str, options: str, seed: int) -> None:
-    """Any numbers in lists on the device: the results mean nothing, but kernels stay in their tensors and end."""
+    """Any numbers in lists on the device: the results mean nothing, but kernels stay in their tensors and end.
+
+    Deterministic backwards need not end: they wait for the blocks that one of the lists names in the other."""
     S, given = 700, {"softcap": 3.0} if options == "general" else {}
     q, k, v = leaves(1, S, 2, 64)
     mask = BlockMask.from_dense(torch.rand(1, 2, S, S, device="cuda") < 0.5)
