@@ -144,24 +144,33 @@ struct PartialBlock {
   }
 };
 
-// Forward: scores become -inf where the row does not see the key, and NaN where the bits do not exist. row, key: of
-// this lane's first row, and of the first of the 8 * N keys, within the block.
+// What the forward makes of a hidden score and, where the bits of a block do not exist, of all its scores.
+__device__ __forceinline__ float hidden_score(bool exist) { return exist ? -infinity() : not_a_number(); }
+// The scores x[n][2 * r] and x[n][2 * r + 1] of one row become `hidden`, the hidden_score, where the row does not see
+// the key by its bits `seen`, and everywhere if these do not exist.
+template <int kKeys>
+__device__ __forceinline__ void hide_row_by_bits(float (&x)[kKeys / 8][4], int r, const RowBits<kKeys>& seen,
+                                                 bool exist, float hidden) {
+#pragma unroll
+  for (int n = 0; n < kKeys / 8; ++n) {
+    const uint32_t pair = (exist ? seen.words[n / 4] : 0) >> (2 * t());
+    if (!(pair & (1u << n % 4 * 8))) x[n][2 * r] = hidden;
+    if (!(pair & (2u << n % 4 * 8))) x[n][2 * r + 1] = hidden;
+  }
+}
+// The same for a lane's rows g and g + 8 of each row tile, whose bits it loads. row, key: of this lane's first row, and
+// of the first of the 8 * N keys, within the block.
 template <int kRowTiles, int N>
 __device__ __forceinline__ void hide_keys_by_bits(float (&x)[kRowTiles][N][4], const PartialBlock& block, int row,
                                                   int key) {
-  const float hidden = block.exists() ? -infinity() : not_a_number();
+  const float hidden = hidden_score(block.exists());
 #pragma unroll
   for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       __syncwarp();  // keeps the compiler from loading the bits of so many rows at once that registers spill
       const RowBits<8 * N> seen = block.of_row<8 * N>(row + 16 * i + 8 * r, key);
-#pragma unroll
-      for (int n = 0; n < N; ++n) {
-        const uint32_t pair = (block.exists() ? seen.words[n / 4] : 0) >> (2 * t());
-        if (!(pair & (1u << n % 4 * 8))) x[i][n][2 * r] = hidden;
-        if (!(pair & (2u << n % 4 * 8))) x[i][n][2 * r + 1] = hidden;
-      }
+      hide_row_by_bits<8 * N>(x[i], r, seen, block.exists(), hidden);
     }
   }
 }

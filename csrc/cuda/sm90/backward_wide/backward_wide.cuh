@@ -41,7 +41,9 @@ struct WideBackward {
   static constexpr int kPanels = panels(kColumns), kColumnTiles = kColumns / 8;
   static constexpr int kQueryPanels = kSharesKeys ? kPanels / 2 : kPanels;  // panels of dq
   static constexpr int kValuePanels = panels(kValueColumns);
-  static constexpr int kSectionHeads = 1;  // as in backward.cuh; with more heads blocks read too much at once
+  // As in backward.cuh: no more heads than have as many tiles as run at a time, because blocks would read too much at
+  // once.
+  static constexpr int kSectionHeads = 1;
   // A thread block of 512 threads starts with 128 registers per thread, and the compiler requires the operands of one
   // instruction to fit in them.
   static constexpr int kMostTiles = 24;

@@ -34,19 +34,12 @@ struct SeenKeys {
 #pragma unroll
     for (int r = 0; r < 2; ++r) rows[r] = block.of_row<kKeys>(row + 8 * r, key);
   }
-  // Scores become -inf where the row does not see the key, and NaN where the bits do not exist (PartialBlock).
+  // Hides what the rows do not see (hide_row_by_bits).
   __device__ __forceinline__ void hide(const AttnParams& p, float (&x)[kKeys / 8][4]) const {
     const bool exists = PartialBlock(p, bits).exists();
-    const float hidden = exists ? -infinity() : not_a_number();
+    const float hidden = hidden_score(exists);
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-#pragma unroll
-      for (int n = 0; n < kKeys / 8; ++n) {
-        const uint32_t pair = (exists ? rows[r].words[n / 4] : 0) >> (2 * t());
-        if (!(pair & (1u << n % 4 * 8))) x[n][2 * r] = hidden;
-        if (!(pair & (2u << n % 4 * 8))) x[n][2 * r + 1] = hidden;
-      }
-    }
+    for (int r = 0; r < 2; ++r) hide_row_by_bits<kKeys>(x, r, rows[r], exists, hidden);
   }
 };
 
