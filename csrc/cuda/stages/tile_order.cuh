@@ -111,21 +111,21 @@ inline TileOrder forward_order(const AttnParams& p, int64_t blocks, int64_t elem
 
 // The order of a backward call, whose queries, output gradients and sums of dq are to stay in the cache. at_once: how
 // many key tiles are computed at a time; at_least: about how many heads a section has at least, if it leaves no tiles
-// for the end; 1: as many as have at_once tiles. Figures are in lab/logs/sm90_backward.md.
+// for the end; 0: as many as have at_once tiles. Figures are in lab/logs/sm90_backward.md.
 // In a deterministic call key tiles of a head add to dq one after the other, so that consecutive tiles belong to
 // different heads. A section has at least as many tiles as are computed at a time, and up to twice as many where the
 // data of its heads fit kDeterministicBytes. With a right bound or a Mask it has about 2 * at_least heads or more.
-// Other calls may leave tiles for the end, kernels with an `at_least` of 1 only from 64 tiles in a head on. Their
+// Other calls may leave tiles for the end, kernels with an `at_least` of 0 or 1 only from 64 tiles in a head on. Their
 // sections then have a quarter of the bytes, and with grouped heads at least four KV heads. Grouped heads leave half as
 // many tiles, because each KV head reads the data of its whole group once more.
 inline TileOrder backward_order(const AttnGradParams& p, int64_t blocks, int64_t element_bytes, int64_t at_once,
-                                int64_t at_least = 1) {
+                                int64_t at_least = 0) {
   constexpr int64_t kDeterministicBytes = 24 << 20;
   const int64_t head_bytes = group_bytes(p, element_bytes), heads = p.batch * p.heads_k;
-  const bool grouped = p.group_size() > 1, names_heads = at_least > 1;  // whether the kernel says how many heads
+  const bool grouped = p.group_size() > 1, names_heads = at_least > 1;  // whether the kernel has a number of heads
   // A section of fewer tiles than are computed at a time would leave the long tiles of the next one without short tiles
   // beside them: on an H200 2 x 4096 causal with 32:8 heads took 1.41 times the time at D = 64, at D = 128 1.2 times.
-  if (!names_heads && !p.deterministic) at_least = std::max<int64_t>(1, (at_once + blocks / 2) / blocks);
+  if (at_least == 0) at_least = p.deterministic ? 1 : std::max<int64_t>(1, (at_once + blocks / 2) / blocks);
   int64_t section = section_heads(p, heads, head_bytes, p.deterministic && names_heads ? 2 * at_least : at_least);
   int last = 0;
   if (p.deterministic) {
