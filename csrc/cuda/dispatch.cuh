@@ -10,6 +10,7 @@
 #include <iterator>
 #include <limits>
 #include <stdexcept>
+#include <string>
 #include <utility>
 
 #include "backend/backend.h"
@@ -29,6 +30,13 @@
 #include "cuda/table/stages.h"
 
 namespace flashattn_ext {
+
+// For Backend::supports: "needs a GPU of compute capability ..., found ...; ...".
+inline std::string wrong_device(const std::string& needed, const std::string& instead) {
+  const int capability = compute_capability();
+  return "needs a GPU of compute capability " + needed + ", found " + std::to_string(capability / 10) + "." +
+         std::to_string(capability % 10) + "; " + instead;
+}
 
 // The functions of a stage's rows.
 template <Stage kStage>

@@ -1,13 +1,10 @@
-// Launches a kernel on the caller's stream, and names kernel and shape when CUDA refuses it.
+// Launches a kernel on the caller's stream, and names kernel and shape when CUDA refuses it. What is no template is in
+// runtime.cu.
 #pragma once
 
 #include <cuda_runtime.h>
 
-#include <algorithm>
 #include <limits>
-#include <map>
-#include <stdexcept>
-#include <string>
 #include <type_traits>
 #include <utility>
 
@@ -20,15 +17,11 @@ namespace flashattn_ext {
 template <class Kernel>
 constexpr int kSharedBytesOf = static_cast<int>(sizeof(typename Kernel::Shared));
 
-inline std::runtime_error launch_error(const std::string& kernel, const std::string& reason, const AttnParams& p) {
-  auto text = [](int64_t x) { return std::to_string(x); };
-  return std::runtime_error("CUDA kernel '" + kernel + "' failed: " + reason + " (B=" + text(p.batch) +
-                            ", Sq=" + text(p.seqlen_q) + ", Sk=" + text(p.seqlen_k) + ", Hq=" + text(p.heads_q) +
-                            ", Hk=" + text(p.heads_k) + ", D=" + text(p.head_dim) + ", Dv=" + text(p.head_dim_v) + ")");
-}
+// Throws a std::runtime_error that names the kernel, the reason and the sizes of the call.
+[[noreturn]] void launch_fails(const char* kernel, const char* reason, const AttnParams& p);
 
 inline void check_launch(cudaError_t error, const char* kernel, const AttnParams& p) {
-  if (error != cudaSuccess) throw launch_error(kernel, cudaGetErrorString(error), p);
+  if (error != cudaSuccess) launch_fails(kernel, cudaGetErrorString(error), p);
 }
 
 // A grid of one dimension; throws if it has too many thread blocks.
@@ -39,45 +32,16 @@ inline dim3 row_of_blocks(int64_t blocks, const char* kernel, const AttnParams& 
 
 // Allows the blocks of a kernel more than 48 KB of shared memory on the current device. The call of the runtime takes
 // two microseconds, so it is not repeated.
-inline cudaError_t allow_shared_memory(const void* kernel, int bytes) {
-  thread_local std::map<std::pair<int, const void*>, int> allowed;
-  int& known = allowed[{current_device(), kernel}];
-  if (bytes <= known) return cudaSuccess;
-  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  if (error == cudaSuccess) known = bytes;
-  return error;
-}
+cudaError_t allow_shared_memory(const void* kernel, int bytes);
 
 // How many thread blocks of a kernel the current device runs at a time. The answer of the runtime is kept, as above.
-template <class Params, class... Arguments>
-int64_t resident_blocks(void (*kernel)(const Params, Arguments...), const char* name, const AttnParams& p, int threads,
-                        int shared_bytes) {
-  thread_local std::map<std::pair<int, const void*>, int> known;
-  const void* const address = reinterpret_cast<const void*>(kernel);
-  const auto [at, is_new] = known.try_emplace({current_device(), address}, 0);
-  if (is_new) {
-    check_launch(allow_shared_memory(address, shared_bytes), name, p);
-    check_launch(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&at->second, kernel, threads, shared_bytes), name, p);
-  }
-  return std::max(1, at->second) * static_cast<int64_t>(multiprocessors());
-}
+int64_t resident_blocks(const void* kernel, const char* name, const AttnParams& p, int threads, int shared_bytes);
 
 // Whether a kernel may start before the previous kernel of the stream has ended (programmatic dependent launch): it
 // must have been compiled to the instructions of ptx/grid.cuh, and a Hopper GPU may also run code that was compiled for
 // an older architecture. Such kernels are resident on a multiprocessor together, so all of them set the same shared
 // memory carveout.
-inline bool can_start_early(const void* kernel) {
-  constexpr int kHopper = 90;
-  if (compute_capability() < kHopper) return false;
-  thread_local std::map<std::pair<int, const void*>, bool> known;
-  const auto [at, is_new] = known.try_emplace({current_device(), kernel}, false);
-  if (is_new) {
-    cudaFuncAttributes attributes;
-    at->second = cudaFuncGetAttributes(&attributes, kernel) == cudaSuccess && attributes.ptxVersion >= kHopper;
-    cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
-  }
-  return at->second;
-}
+bool can_start_early(const void* kernel);
 
 // Launches a kernel that calls ptx::wait_for_previous_kernel before it reads or writes global memory. Where the GPU
 // supports it, its thread blocks become resident while the previous kernel of the stream ends, which hides the launch

@@ -2,8 +2,9 @@
 // delta over all rows of a head in a fixed order.
 #pragma once
 
+#include "cuda/host/launch.cuh"
 #include "cuda/ptx/grid.cuh"
-#include "cuda/stages/backward_prepare.cuh"
+#include "cuda/stages/backward_prepare.h"
 #include "cuda/stages/tile_order.cuh"
 #include "cuda/tile/operand_tile.cuh"
 #include "cuda/tile/warp.cuh"
@@ -86,18 +87,16 @@ __global__ void __launch_bounds__(kSinkThreads)
   if (threadIdx.x == 0) static_cast<float*>(p.dsink)[h] = static_cast<float>(part[0] * workspace.keep_scale);
 }
 
-// The host functions that launch kernels of this header are static, as the stubs of the kernels are: a source calls the
-// kernels that it has compiled. Of a function with external linkage the linker would keep one of all sources, some of
-// which are compiled for other architectures alone, where sums have another order (ptx/memory.cuh).
+// The function templates that launch kernels of this header are static, as the stubs of the kernels are: a source calls
+// the kernels that it has compiled. Of a function with external linkage the linker would keep one of all sources, some
+// of which are compiled for other architectures alone, where sums have another order (ptx/memory.cuh).
 template <class Params, class Term>
 static void launch_dsink(const Params& p, const BackwardWorkspace& workspace, const char* stage, Term term) {
   if (!p.dsink) return;
   launch(dsink_kernel<Params, Term>, stage, p, p.heads_q, kSinkThreads, 0, workspace, term);
 }
 // The gradients of the sinks of the ordinary backward.
-static inline void launch_dsink(const AttnGradParams& p, const BackwardWorkspace& workspace) {
-  launch_dsink(p, workspace, "backward_finish (sink)", DeltaOfRow());
-}
+void launch_dsink(const AttnGradParams& p, const BackwardWorkspace& workspace);
 
 // dq alone.
 template <class Layout>

@@ -2,7 +2,7 @@
 // definition). Scores are transposed: rows of accumulators are keys.
 //
 // A warp keeps its sums over the scores of one head in registers (BiasSums) and writes them to the workspace;
-// bias_finish.cuh adds them up in a fixed order. Sums over diagonals are formed in registers and with shuffles, and
+// backward_finish.cu adds them up in a fixed order. Sums over diagonals are formed in registers and with shuffles, and
 // added to the gradient of the relative bias in memory; deterministic calls add them to exact sums in the workspace.
 #pragma once
 

@@ -8,7 +8,7 @@
 #include "cuda/decode/few_rows/few_rows.h"
 #include "cuda/ptx/grid.cuh"
 #include "cuda/stages/backward_finish.cuh"
-#include "cuda/stages/backward_prepare.cuh"
+#include "cuda/stages/backward_prepare.h"
 
 namespace flashattn_ext::decode {
 namespace {
@@ -22,7 +22,7 @@ BackwardWorkspace rows_of(const AttnGradParams& p) { return BackwardWorkspace(p,
 // alone keeps the GPU busy.
 BackwardPlan plan_of(const AttnGradParams& p, const FewRowsKernel& kernel, const BackwardWorkspace& workspace) {
   constexpr int64_t kReservedBytes = 1024;  // reserved by the driver per thread block
-  const int64_t shared = device_attribute<cudaDevAttrMaxSharedMemoryPerMultiprocessor>();
+  const int64_t shared = shared_memory_of_multiprocessor();
   const int64_t resident =
       kernel.shared_bytes > 0 ? std::min<int64_t>(2, shared / (kernel.shared_bytes + kReservedBytes)) : 1;
   const int64_t at_once = resident * multiprocessors();

@@ -65,7 +65,7 @@ struct Launch {
     const int teams = std::min(kMaxWarps / tile.team_warps, (most - tile.query_bytes) / tile.team_bytes);
     warps = teams * tile.team_warps;
     shared_bytes = tile.query_bytes + teams * tile.team_bytes;
-    const int all_shared = device_attribute<cudaDevAttrMaxSharedMemoryPerMultiprocessor>();
+    const int all_shared = shared_memory_of_multiprocessor();
     const int blocks_at_once = std::min(2, all_shared / (shared_bytes + kStaticBytes + kReservedBytes));
     divide(in_groups(p, tile.heads), rows, int64_t{std::max(1, blocks_at_once)} * multiprocessors());
     const KeyCache& cache = p.cache;

@@ -10,7 +10,7 @@
 
 #include "cuda/sm80/backward/backward_policies.cuh"
 #include "cuda/sm80/shared/key_tile.cuh"
-#include "cuda/stages/bias_finish.cuh"
+#include "cuda/stages/bias_finish.h"
 #include "cuda/stages/few_keys_delta.h"
 
 namespace flashattn_ext::sm80 {
@@ -222,7 +222,8 @@ void launch_main(const AttnGradParams& p, const WorkspaceOf<T, kHeadDim, kOption
   if (p.batch * p.heads_k == 0) return;
   const auto kernel = backward_kernel<T, kHeadDim, kOptions, kShared>;
   const int64_t blocks = tile_count(p.seqlen_k, Kernel::kKeys);
-  const int64_t at_once = resident_blocks(kernel, "backward", p, Kernel::kThreads, Kernel::kSharedBytes);
+  const int64_t at_once =
+      resident_blocks(reinterpret_cast<const void*>(kernel), "backward", p, Kernel::kThreads, Kernel::kSharedBytes);
   launch(kernel, "backward", p, blocks * p.batch * p.heads_k * Kernel::kSplits, Kernel::kThreads, Kernel::kSharedBytes,
          workspace, backward_order(p, blocks, sizeof(T), at_once / Kernel::kSplits));
 }

@@ -133,7 +133,7 @@ struct HeadsBackward {
     });
   }
 
-  // lse and delta of a tile, as the first stage of other backwards computes them (stages/backward_prepare.cuh). A
+  // lse and delta of a tile, as the first stage of other backwards computes them (stages/backward_prepare.cu). A
   // thread reads what it has copied itself, so that no barrier comes before.
   __device__ __forceinline__ void add_statistics(const QueryTile& tile, const Stage& now) const {
     for_own_vectors<Tile>(block_team(), padded(tile.rows), [&](int row, int column) {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cuda/host/device.h"
+#include "cuda/host/launch.cuh"
 #include "cuda/host/tensor_map.h"
 #include "cuda/ptx/grid.cuh"
 #include "cuda/score/large_rows.cuh"

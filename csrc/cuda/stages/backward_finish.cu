@@ -1,14 +1,16 @@
-// Last stage of the backward of calls with biases: gradients of slopes and of both ends of the relative bias, from the
-// sums that warps have written (bias_gradient.cuh) and the centres of rows (rules/bias.h), in a fixed order. In
-// deterministic calls it also forms the gradients of all entries of the relative bias.
-#pragma once
-
+// The kernels of the last stage of the backward that depend on no tile: gradients of sinks and of biases. Each source
+// of a backward would compile them again.
 #include "cuda/host/launch.cuh"
-#include "cuda/stages/backward_workspace.h"
+#include "cuda/stages/backward_finish.cuh"
+#include "cuda/stages/bias_finish.h"
 #include "cuda/tile/rows.cuh"
 #include "cuda/tile/tile.cuh"
 
 namespace flashattn_ext {
+
+void launch_dsink(const AttnGradParams& p, const BackwardWorkspace& workspace) {
+  launch_dsink(p, workspace, "backward_finish (sink)", DeltaOfRow());
+}
 
 constexpr int kBiasFinishThreads = 256;
 
@@ -33,10 +35,9 @@ static __device__ __forceinline__ double sum_of_centres(const AttnGradParams& p,
 }
 
 // Adds up the sums that warps have written. A thread block handles one head and, where slopes differ between batch
-// entries, one entry. Workspace: GeneralWorkspace; a template, so that sources without such calls do not compile it.
-template <class Workspace>
-__global__ void __launch_bounds__(kBiasFinishThreads)
-    bias_finish_kernel(const __grid_constant__ AttnGradParams p, const __grid_constant__ Workspace workspace,
+// entries, one entry.
+static __global__ void __launch_bounds__(kBiasFinishThreads)
+    bias_finish_kernel(const __grid_constant__ AttnGradParams p, const __grid_constant__ GeneralWorkspace workspace,
                        int entries) {
   __shared__ double part[kBiasFinishThreads];
   const int h = static_cast<int>(blockIdx.x % p.heads_q), entry = static_cast<int>(blockIdx.x / p.heads_q);
@@ -77,9 +78,8 @@ __global__ void __launch_bounds__(kBiasFinishThreads)
 }
 
 // Deterministic calls: adds the exact sums to the gradient of the relative bias, one entry per thread.
-template <class Workspace>
-__global__ void __launch_bounds__(kBiasFinishThreads)
-    relative_finish_kernel(const __grid_constant__ AttnGradParams p, const __grid_constant__ Workspace workspace,
+static __global__ void __launch_bounds__(kBiasFinishThreads)
+    relative_finish_kernel(const __grid_constant__ AttnGradParams p, const __grid_constant__ GeneralWorkspace workspace,
                            int64_t entries) {
   const int64_t i = blockIdx.x * int64_t{kBiasFinishThreads} + threadIdx.x;
   if (i >= entries) return;
@@ -87,17 +87,14 @@ __global__ void __launch_bounds__(kBiasFinishThreads)
       static_cast<float>(workspace.relative_sums[i].total() * workspace.keep_scale);
 }
 
-inline void finish_biases(const AttnGradParams&, const BackwardWorkspace&) {}  // the call has no biases
-inline void finish_biases(const AttnGradParams&, const GroupedWorkspace&) {}
-template <class Workspace>
-static void finish_biases(const AttnGradParams& p, const Workspace& workspace) {
+void finish_biases(const AttnGradParams& p, const GeneralWorkspace& workspace) {
   if (!workspace.sums) return;
   const int entries = p.alibi_slopes && p.alibi_batch_stride != 0 ? static_cast<int>(p.batch) : 1;
-  launch(bias_finish_kernel<Workspace>, "backward_finish (biases)", p, p.heads_q * entries, kBiasFinishThreads, 0,
-         workspace, entries);
+  launch(bias_finish_kernel, "backward_finish (biases)", p, p.heads_q * entries, kBiasFinishThreads, 0, workspace,
+         entries);
   if (!workspace.relative_sums) return;
   const int64_t elements = p.heads_q * (2 * p.relative_reach + 1);
-  launch(relative_finish_kernel<Workspace>, "backward_finish (relative bias)", p,
+  launch(relative_finish_kernel, "backward_finish (relative bias)", p,
          (elements + kBiasFinishThreads - 1) / kBiasFinishThreads, kBiasFinishThreads, 0, workspace, elements);
 }
 

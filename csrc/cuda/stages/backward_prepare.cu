@@ -1,15 +1,12 @@
-// First stage of the backward: delta = <dout, out> - dlse of every row (Dao 2023, "FlashAttention-2", Algorithm 2, line
-// 4), and lse in units of log2, as one word or a mark and as two words. With dropout, delta is divided by the scale of
-// the kept weights: the main stage then scales no weight, and multiplies its sums by the scale once, at the end. The
-// same launch zeroes the buffers that the main stage adds to.
-#pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
 
 #include <algorithm>
 
 #include "cuda/host/call.h"
 #include "cuda/host/launch.cuh"
 #include "cuda/score/large_rows.cuh"
-#include "cuda/stages/backward_workspace.h"
+#include "cuda/stages/backward_prepare.h"
 #include "cuda/tile/rows.cuh"
 #include "cuda/tile/tile.cuh"
 #include "cuda/tile/vector.cuh"
@@ -71,7 +68,7 @@ __global__ void __launch_bounds__(kPrepareThreads)
 }
 
 template <class T>
-static void launch_prepare(const AttnGradParams& p, const BackwardWorkspace& workspace) {
+void launch_prepare(const AttnGradParams& p, const BackwardWorkspace& workspace) {
   const int lanes = prepare_lanes<T>(p.head_dim_v);
   const bool whole = rows_are_aligned(p.out, p.head_dim_v, sizeof(T));
   const auto kernel = whole ? backward_prepare_kernel<T, true> : backward_prepare_kernel<T, false>;
@@ -80,5 +77,9 @@ static void launch_prepare(const AttnGradParams& p, const BackwardWorkspace& wor
   // Without rows there may still be sums to zero.
   launch(kernel, "backward_prepare", p, std::max<int64_t>(blocks, 1), kPrepareThreads, 0, workspace, lanes, out_end);
 }
+
+template void launch_prepare<__half>(const AttnGradParams&, const BackwardWorkspace&);
+template void launch_prepare<__nv_bfloat16>(const AttnGradParams&, const BackwardWorkspace&);
+template void launch_prepare<float>(const AttnGradParams&, const BackwardWorkspace&);
 
 }  // namespace flashattn_ext
