@@ -53,9 +53,6 @@ SOURCES = [
     "csrc/cpu/tile_size.cpp",
 ]
 
-# The sources of these stages take longest, 40 to 70 seconds; if they came last, most cores would be idle meanwhile.
-LONGEST_CUDA = ("sm90_second_", "sm90_jvp_")
-
 
 def stop(message: str) -> None:
     sys.exit(f"flashattn_ext: {message}")
@@ -281,12 +278,17 @@ def extension(torch, with_cuda: bool):
     if with_cuda:
         from torch.utils.cpp_extension import CUDA_HOME
 
-        paths = sources.cuda_sources(ROOT / "build" / "cuda_instances", sm90=has_sm90, pairs=True)
+        paths = sources.cuda_sources(ROOT / "build" / "cuda_instances", sm90=has_sm90, package=True)
         cuda = [str(path.relative_to(ROOT)) for path in paths]
         nvcc = os.environ.get("PYTORCH_NVCC") or shlex.quote(str(Path(CUDA_HOME, "bin", "nvcc")))
         # Each source is compiled for the architectures that it has kernels for.
         os.environ["PYTORCH_NVCC"] = f"{shlex.join([sys.executable, str(ROOT / 'csrc' / 'sources.py'), 'nvcc'])} {nvcc}"
-    early = [*SOURCES, *(path for path in cuda if Path(path).name.startswith(LONGEST_CUDA))]
+    # The sources that take longest come first, so that no core compiles alone at the end.
+    seconds = {path: sources.seconds(Path(path)) for path in cuda}
+    early = [
+        *SOURCES,
+        *sorted((path for path in cuda if seconds[path] > sources.LONGEST / 2), key=seconds.get, reverse=True),
+    ]
     build = CUDAExtension if with_cuda else CppExtension
     return build(
         "flashattn_ext._C",

@@ -2,7 +2,7 @@
 Needs only the Python standard library.
 
 The kernels come from csrc/cuda/table/kernel_table.h: a source instantiates the rows of one architecture, stage, element type, class
-of head dims and group of options, so that sources compile in parallel. The build of the package has both 16-bit types in one source.
+of head dims and group of options, so that sources compile in parallel. The build of the package joins those that compile quickly.
 
     python3 csrc/sources.py write FOLDER            writes the sources of the kernels to FOLDER and prints every CUDA source;
                                                     write-checked: those that tools/check_cuda_sources.sh compiles, write-once:
@@ -19,13 +19,14 @@ import functools
 import os
 import re
 import sys
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Sequence
 from pathlib import Path
 
 CSRC = Path(__file__).resolve().parent
 if str(CSRC) not in sys.path:
     sys.path.insert(0, str(CSRC))  # `python -I` does not
 
+import kernel_page  # noqa: E402
 from kernel_table import SUFFIXES, Row, table  # noqa: E402
 
 # The optimisation of the CPU kernels. With GCC -O3 compiles for a fifth longer, and the kernels are no faster: a loop that has
@@ -100,14 +101,53 @@ def tuned_sources(architecture: str, choice: int, dtype: str) -> list[str]:
     return [*dict.fromkeys(row.source(dtype) for row in rows if len(row.competing) > choice)]
 
 
+# What compiling a kernel of a stage takes, in processor seconds: of plain rows of a 16-bit type, one tile and one target. The estimate decides
+# which sources are joined and in which order they are compiled; it is within a third of most measurements.
+SECONDS = {
+    ("sm80", "forward"): 0.8,
+    ("sm80", "backward"): 1.5,
+    ("sm80", "heads_forward"): 0.6,
+    ("sm80", "heads_backward"): 0.7,
+    ("sm80", "jvp"): 2,
+    ("sm80", "second"): 1.8,
+    ("sm90", "forward"): 1.2,
+    ("sm90", "forward_short"): 0.7,
+    ("sm90", "invariant"): 1.6,
+    ("sm90", "packed"): 1.2,
+    ("sm90", "backward"): 2.2,
+    ("sm90", "heads"): 2.4,
+    ("sm90", "resident"): 1.8,
+    ("sm90", "jvp"): 7.5,
+    ("sm90", "second"): 15,
+    ("decode", "split"): 2.2,
+    ("decode", "backward"): 1,
+}
+LONGEST = 28  # of a source that has been joined
+MOST_JOINED = 6  # sources in one, whose names make that of the file
+
+
+def seconds(source: Path) -> float:
+    """An estimate of the processor seconds that a source takes in a build for Ampere and Hopper; 0 outside the table."""
+    total = 0.0
+    for name in source.stem.split("+"):
+        for row, dtype in rows_of(Path(name)):
+            by_memory = len({*row.tiles}) if len(row.competing) < len(row.tiles) else 1
+            kernels = {"kHopper": 1, "kOtherGpus": by_memory, "kEveryGpu": by_memory + 1}[row.gpus]
+            by_options = {"": 1, "_brief": 1, "_general": 3}.get(SUFFIXES.get(row.options, ""), 2)
+            slower = min(4, by_options * (1 if dtype in ("fp16", "bf16") else 2))
+            both = 2 if "_16bit_" in name else 1
+            total += SECONDS[row.architecture, row.stage] * kernels * slower * both
+    return total
+
+
 def paired(instances: dict[str, str]) -> dict[str, str]:
     """The sources of both 16-bit types as one (sm90_forward_16bit_128): they share the front end's and the host compiler's work on the
-    headers, 6 to 28 % of the time of both.
+    headers, 6 to 28 % of the time of both. Those that would take longest stay apart.
     """
     pairs = dict(instances)
     for name in instances:
         other = name.replace("_bf16_", "_fp16_")
-        if other != name and other in instances:
+        if other != name and other in instances and seconds(Path(name)) + seconds(Path(other)) <= LONGEST:
             templates = re.findall(r"^template .*\n", pairs.pop(other), re.M)
             pairs[name.replace("_bf16_", "_16bit_")] = pairs.pop(name) + "".join(templates)
     return pairs
@@ -120,43 +160,55 @@ def is_checked(name: str) -> bool:
     return "_fp16_" not in name or re.fullmatch(r"sm[89]0_[a-z]+_fp16_(64|128)", name) is not None
 
 
-def joined(instances: dict[str, str], most: int = 6) -> dict[str, str]:
-    """Sources of one header as one, named a+b+..., so that they share the compilers' work on headers and common functions.
-
-    They have the same architecture, and the same limit for kernels without a row; their host code is compiled for all or for none.
-    """
-    rows = rows_of_sources(sm90=True)
-    groups: dict[tuple[object, ...], list[str]] = {}
+def joined(
+    instances: dict[str, str], kind: Callable[[str], Hashable], size: Callable[[str], float], most: float
+) -> dict[str, str]:
+    """Sources of one header and one kind as one, named a+b+..., up to a size: they share the compilers' work on headers and functions."""
+    groups: dict[Hashable, list[list[str]]] = {}
     for name in (name.removesuffix(".cu") for name in instances):
-        row = rows[name][0][0]
-        limit = most_spilled(row.spill for row, _ in rows[name])
-        groups.setdefault((row.header, limit, name in sources_with_host_code()), []).append(name)
+        parts = groups.setdefault((rows_of(Path(name))[0][0].header, kind(name)), [[]])
+        if parts[-1] and (sum(map(size, [*parts[-1], name])) > most or len(parts[-1]) == MOST_JOINED):
+            parts.append([])
+        parts[-1].append(name)
     texts = {}
-    for names in groups.values():
-        for part in (names[first : first + most] for first in range(0, len(names), most)):
-            others = (re.findall(r"^template .*\n", instances[f"{name}.cu"], re.M) for name in part[1:])
-            texts[f"{'+'.join(part)}.cu"] = instances[f"{part[0]}.cu"] + "".join(
-                line for lines in others for line in lines
-            )
+    for part in (part for parts in groups.values() for part in parts):
+        others = (re.findall(r"^template .*\n", instances[f"{name}.cu"], re.M) for name in part[1:])
+        texts[f"{'+'.join(part)}.cu"] = instances[f"{part[0]}.cu"] + "".join(line for lines in others for line in lines)
     return texts
 
 
+def joined_for_build(instances: dict[str, str]) -> dict[str, str]:
+    """The quick sources for the same GPUs as one: of what a source takes, 1.2 seconds go to headers, and half a second more for a second target."""
+    return joined(instances, lambda name: rows_of(Path(name))[0][0].gpus, lambda name: seconds(Path(name)), LONGEST)
+
+
+def joined_for_check(instances: dict[str, str]) -> dict[str, str]:
+    """Up to six sources as one. They have the same limit for kernels without a row; their host code is compiled for all or for none."""
+    host_code = sources_with_host_code()
+    return joined(
+        instances,
+        lambda name: (most_spilled(row.spill for row, _ in rows_of(Path(name))), name in host_code),
+        lambda _: 1,
+        MOST_JOINED,
+    )
+
+
 def cuda_sources(
-    folder: Path, *, sm90: bool, only: Container[str] | None = None, pairs: bool = False, checked: str = ""
+    folder: Path, *, sm90: bool, only: Container[str] | None = None, package: bool = False, checked: str = ""
 ) -> list[Path]:
     """Every CUDA source. Compile them with this file's folder on the include path.
 
     Writes the instances to `folder`. A file with unchanged text keeps its modification time and is not compiled again.
     `only` names the instances (sm90_forward_bf16_128) of a private build for measurements: all others become functions that throw.
-    `pairs`: with both 16-bit types in one source. `checked`: those of tools/check_cuda_sources.sh, "apart" or "joined".
+    `package`: those of the package's build, with both 16-bit types and other quick ones in one source. `checked`: those of tools/check_cuda_sources.sh, "apart" or "joined".
     """
     instances = cuda_instances(sm90=sm90)
     if checked:
         instances = {name: text for name, text in instances.items() if is_checked(name.removesuffix(".cu"))}
     if checked == "joined":
-        instances = joined(instances)
-    if pairs:
-        instances = paired(instances)
+        instances = joined_for_check(instances)
+    if package:
+        instances = joined_for_build(paired(instances))
     if only is not None:
         left_out = [rows for name, rows in rows_of_sources(sm90=sm90).items() if name not in only]
         instances = {name: text for name, text in instances.items() if name.removesuffix(".cu") in only}
@@ -246,6 +298,9 @@ def sources_with_host_code() -> frozenset[str]:
 
 # Registers
 
+# Bytes that kernels without a row may spill, beside those of the rows in their source: around a call that divides 64-bit integers.
+SPILLS_WITHOUT_ROW = {"18bias_finish_kernel": 12}
+
 
 def most_spilled(limits: Iterable[int | None]) -> int | None:
     """The largest limit; None is any number of bytes."""
@@ -260,6 +315,7 @@ def spilling(log: str, rows: Iterable[tuple[Row, str]]) -> list[str]:
     """
     limits = [(row.mangled(dtype), row.spill) for row, dtype in rows]
     most = most_spilled(limit for _, limit in limits)
+    limits += [(re.compile(name), limit) for name, limit in SPILLS_WITHOUT_ROW.items()]
     problems = []
     for kernel, text in re.findall(r"Compiling entry function '(\w+)'(.*?)(?=Compiling entry function|\Z)", log, re.S):
         spills = max((int(found) for found in re.findall(r"(\d+) bytes spill stores", text)), default=0)
@@ -280,157 +336,6 @@ def check_spills(logs: Iterable[Path]) -> list[str]:
     ]
 
 
-# Documentation
-
-PAGE = """# The compiled CUDA kernels
-
-Made from `csrc/cuda/table/kernel_table.h` by `python3 csrc/sources.py page`; do not edit. Each cell is one kernel in each of the dtypes,
-by the class of head dims (a kernel serves every head dim up to its class) and the [options](architecture.md#glossary) that it supports; it holds
-the tile, whose sizes the heading explains; "masks" are a Mask or a BlockMask, "intervals" a Mask, "blocks" a BlockMask. A call runs the first
-row of the table that serves it, a general kernel if there is no other. Where a cell is empty, general kernels or a larger class serve the call;
-Hopper then runs the sm_80 kernels. Figures in notes are TFLOP/s on an H200 (bf16; full / causal, S = 4096 where none is named; with a Mask: one
-document / documents of a mean of 1024 tokens, both causal and S = 16384) of the tile and of others.
-"""
-UNITS = {
-    (
-        "sm80",
-        "forward",
-    ): "warps x row tiles of 16 queries, keys of a step, resident blocks, stages (above 256: with 227 KB of shared memory)",
-    (
-        "sm80",
-        "backward",
-    ): "warps, keys x queries, thread blocks along the columns, stages, with 227 KB of shared memory",
-    ("sm80", "heads_forward"): "keys of a step, warps at most, resident blocks of as many warps",
-    ("sm80", "heads_backward"): "queries of a tile x of a step, columns of dq of a warp, warps at most",
-    ("sm90", "forward_short"): "keys of a step, resident thread blocks",
-    ("sm80", "jvp"): "warps x row tiles of 16 queries, keys of a step, resident blocks",
-    ("sm80", "second"): "warps, keys x queries, with 227 KB of shared memory",
-    ("sm90", "forward"): "queries x keys of a step, stages, order",
-    ("sm90", "invariant"): "queries x keys of a step, stages",
-    ("sm90", "packed"): "rows x keys of a step, stages",
-    ("sm90", "backward"): "keys x queries of a step, stages of queries and of keys, order",
-    ("sm90", "heads"): "keys x queries of a step, stages of queries and of keys, order",
-    ("sm90", "resident"): "packed rows x keys of a stage, stages",
-    ("sm90", "jvp"): "queries x keys of a step, stages",
-    ("sm90", "second"): "keys x queries of a step, stages of queries",
-}
-
-TITLES = {("bf16",): "inputs in fp8, widened to bf16", ("fp8",): "fp8"}
-
-
-def queries_and_keys(row: Row, choice: int = 0) -> tuple[int, int]:
-    """The sizes of a tile of a forward."""
-    first, second, third = map(int, row.tiles[choice][:3])
-    return (16 * first * second, third) if row.architecture == "sm80" else (64 * first, second)
-
-
-def describe(row: Row, choice: int = 0) -> str:
-    """A tile in the words of UNITS."""
-    tile = row.tiles[choice]
-    if (row.architecture, row.stage) == ("sm80", "forward"):
-        stages = tile[4] if len(tile) > 4 else "1"
-        return f"{tile[0]} x {tile[1]}, {tile[2]}, {tile[3]}, {stages}"
-    if (row.architecture, row.stage) == ("sm80", "jvp"):
-        return f"{tile[0]} x {tile[1]}, {tile[2]}, {tile[3]}"
-    if row.stage == "forward_short":
-        return f"{tile[0]}, {tile[1]}"
-    if row.stage == "heads_forward":
-        return f"{tile[0]}, {tile[1]}, {tile[2]}"
-    if row.stage == "heads_backward":
-        return f"{tile[0]} x {tile[1]}, {tile[2]}, {tile[3]}"
-    if (row.architecture, row.stage) == ("sm80", "second"):
-        return f"{tile[0]}, {tile[1]} x {tile[2]}"
-    if row.architecture == "sm80":
-        return f"{tile[0]}, {tile[1]} x {tile[2]}, {tile[5]}, {tile[6]}"
-    if row.stage in ("forward", "invariant", "packed", "jvp"):
-        order = ", in turn" if tile[3:4] == ("kInTurn",) else ""
-        order += ", in two teams" if tile[4:] == ("true",) else ""
-        return f"{64 * int(tile[0])} x {tile[1]}, {tile[2]}{order}"
-    if row.stage in ("resident", "second"):
-        return f"{tile[0]} x {tile[1]}, {tile[2]}"
-    orders = {
-        "kApart": ", dq apart",
-        "kApartOnce": ", dq apart, one turn",
-        "kPairs": ", in pairs",
-        "kThreePhases": ", three phases",
-    }
-    order = orders.get(tile[4], "") if len(tile) > 4 else ""
-    return f"{tile[0]} x {tile[1]}, {tile[2]}, {tile[3]}{order}"
-
-
-def page() -> str:
-    """docs/cuda_kernels.md."""
-    text = PAGE
-    for architecture, stage in UNITS:
-        for dtypes in (("fp16", "bf16"), ("fp32",), ("bf16",), ("fp8",)):
-            rows = [
-                row for row in table() if (row.architecture, row.stage, row.dtypes) == (architecture, stage, dtypes)
-            ]
-            if rows:
-                text += (
-                    f"\n## {architecture} {stage}, {TITLES.get(dtypes, ' and '.join(dtypes))}\n\n{UNITS[architecture, stage]}.\n\n"
-                    + _grid(rows)
-                )
-    text += "\n## Decoding, every GPU\n\nKeys of a step, stages, by the packed rows of a tile.\n\n" + _decode_grid()
-    few = [row for row in table() if (row.architecture, row.stage) == ("decode", "backward")]
-    text += "\n## The backward with few queries, every GPU\n\n"
-    for dims in sorted({row.head_dim for row in few}):
-        sizes = ", ".join(str(row.packed_rows) for row in few if row.head_dim == dims)
-        text += f"- D = {dims}, {' and '.join(few[0].dtypes)}: {sizes} packed rows\n"
-    return text
-
-
-def _decode_grid() -> str:
-    rows = [row for row in table() if row.stage == "split"]
-    columns = list(dict.fromkeys((row.dtypes, row.packed_rows) for row in rows))
-    cells = {(row.head_dim, row.dtypes, row.packed_rows): f"{row.tiles[0][3]}, {row.tiles[0][4]}" for row in rows}
-    lines = [
-        ["D", *(f"{' and '.join(dtypes)}, {count} rows" for dtypes, count in columns)],
-        ["---"] * (len(columns) + 1),
-    ]
-    for head_dim in sorted({row.head_dim for row in rows}):
-        lines.append([str(head_dim), *(cells.get((head_dim, *column), "") for column in columns)])
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines) + _notes(rows)
-
-
-def in_words(options: str) -> str:
-    """The options of a row, as the page names them."""
-    return {"kUnlisted": "all but blocks"}.get(options, options[1:].lower())
-
-
-def _notes(rows: Sequence[Row]) -> str:
-    """A line for the note of each row, and one for each group of the others."""
-    groups: dict[str, list[Row]] = {}
-    lines = ["\n"]
-    for row in rows:
-        if row.note:
-            about = in_words(row.options) or f"{' and '.join(row.dtypes)}, {row.packed_rows} rows"
-            lines.append(f"- {row.head_dim}, {about}: {row.note}\n")
-        elif row.group:
-            groups.setdefault(row.group, []).append(row)
-    for note, others in groups.items():
-        options = [*dict.fromkeys(in_words(row.options) for row in others)]
-        dims = sorted({row.head_dim for row in others})
-        about = "others" if options == [""] else f"{dims[0]} to {dims[-1]}, {', '.join(options)}"
-        lines.append(f"- {about}: {note}\n")
-    return "".join(lines if len(lines) > 1 else ())
-
-
-def _grid(rows: Sequence[Row]) -> str:
-    columns = [options for options in SUFFIXES if any(row.options == options for row in rows)]
-    dims = list(
-        dict.fromkeys(
-            (row.head_dim, row.head_dim_v) for row in sorted(rows, key=lambda row: (row.head_dim, row.head_dim_v))
-        )
-    )
-    cells = {(row.head_dim, row.head_dim_v, row.options): describe(row) for row in rows}
-    text = "| D | " + " | ".join(map(in_words, columns)) + " |\n" + "| --- " * (len(columns) + 1) + "|\n"
-    for qk, v in dims:
-        name = f"{qk}" if qk == v else f"{qk}x{v}"
-        text += f"| {name} | " + " | ".join(cells.get((qk, v, options), "") for options in columns) + " |\n"
-    return text + _notes(rows)
-
-
 def main(command: str, *arguments: str) -> int:
     if command in ("write", "write-checked", "write-once"):
         checked = {"write-checked": "apart", "write-once": "joined"}.get(command, "")
@@ -443,7 +348,7 @@ def main(command: str, *arguments: str) -> int:
         print(*problems, sep="\n", end="\n" if problems else "")
         return len(problems) > 0
     elif command == "page":
-        print(page(), end="")
+        print(kernel_page.page(), end="")
     else:
         raise SystemExit(__doc__)
     return 0

@@ -84,7 +84,7 @@ def test_a_build_with_an_old_compiler_says_which_is_needed(tmp_path: Path) -> No
 
 def copy_list_of_sources(tmp_path: Path) -> None:
     """What setup.py imports of csrc."""
-    for name in ("sources.py", "kernel_table.py"):
+    for name in ("sources.py", "kernel_page.py", "kernel_table.py"):
         shutil.copy(ROOT / "csrc" / name, tmp_path / "csrc")
 
 

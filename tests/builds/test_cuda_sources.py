@@ -15,6 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "csrc"))
 
+import kernel_page  # noqa: E402
 import kernel_table  # noqa: E402
 import sources  # noqa: E402
 
@@ -210,7 +211,7 @@ def test_a_note_that_ends_in_a_colon_is_for_the_rows_below(tmp_path: Path, monke
     assert [row.note for row in rows] == ["", "500 / 400", "600 / 500", "", "", ""]
     assert [row.group for row in rows] == [*["why, in two lines"] * 4, "another reason", ""]
     notes = ["- 80, plain: 500 / 400", "- 96, plain: 600 / 500", "- 64 to 128, plain: why, in two lines"]
-    assert sources._notes(rows[:4]).split("\n") == ["", *notes, ""]
+    assert kernel_page._notes(rows[:4]).split("\n") == ["", *notes, ""]
 
 
 def test_tiles_compete_unless_the_shared_memory_of_the_gpu_chooses() -> None:
@@ -302,19 +303,38 @@ def test_sources_are_written_once(tmp_path: Path) -> None:
     assert '#include "cuda/sm80/forward/forward.cuh"' in changed.read_text()
 
 
-def test_a_build_has_both_16_bit_types_in_one_source(tmp_path: Path) -> None:
-    """Every kernel is instantiated once, for the GPUs that it had in sources of its own."""
+def test_a_build_joins_the_sources_that_compile_quickly(tmp_path: Path) -> None:
+    """Every kernel is instantiated once, with its own header and for the GPUs that it had in a source of its own."""
     instances = sources.cuda_instances(sm90=True)
-    names = [path.stem for path in sources.cuda_sources(tmp_path, sm90=True, pairs=True) if path.parent == tmp_path]
-    assert not [name for name in names if "_fp16_" in name] and "sm90_forward_16bit_128" in names
-    texts = "".join((tmp_path / f"{name}.cu").read_text() for name in names)
-    templates = [sorted(re.findall(r"^template .*", text, re.M)) for text in (texts, "".join(instances.values()))]
-    assert templates[0] == templates[1]
-    targets = ["-gencode=arch=compute_80,code=sm_80", "-gencode=arch=compute_90a,code=sm_90a"]
-    for name in names:
-        alone = [name.replace("_16bit_", f"_{dtype}_") for dtype in ("bf16", "fp16")]
-        wanted = {tuple(sources.targets_of(Path(f"{one}.cu"), targets)) for one in alone}
-        assert wanted == {tuple(sources.targets_of(Path(f"{name}.cu"), targets))}
+    paths = [path for path in sources.cuda_sources(tmp_path, sm90=True, package=True) if path.parent == tmp_path]
+    texts = {path.stem: path.read_text() for path in paths}
+    templates = [
+        sorted(line for text in found.values() for line in re.findall(r"^template .*", text, re.M))
+        for found in (texts, instances)
+    ]
+    assert templates[0] == templates[1] and 2 * len(texts) < len(instances)
+    for name, text in texts.items():
+        parts = name.split("+")
+        alone = {part.replace("_16bit_", f"_{dtype}_") for part in parts for dtype in ("bf16", "fp16")}
+        for targets in (DEFAULT, DEFAULT[:1], DEFAULT[2:], [DEFAULT[0], DEFAULT[2]]):
+            wanted = {tuple(sources.targets_of(Path(f"{one}.cu"), targets)) for one in alone}
+            assert wanted == {tuple(sources.targets_of(Path(f"{name}.cu"), targets))}
+        headers = {re.search(r"^#include .*", instances[f"{one}.cu"], re.M)[0] for one in alone}
+        assert re.findall(r"^#include .*", text, re.M) == [*headers]
+        assert len(parts) <= sources.MOST_JOINED and len(f"{name}.cuda.o") < 255  # the longest name of a file
+
+
+def test_a_build_starts_with_the_sources_that_take_longest(tmp_path: Path) -> None:
+    """A source that takes long has not been joined with others, and none outside the table takes long."""
+    paths = sources.cuda_sources(tmp_path, sm90=True, package=True)
+    seconds = {path: sources.seconds(path) for path in paths}
+    assert all((path.parent == tmp_path) == (its > 0) for path, its in seconds.items())
+    assert all(its <= sources.LONGEST or not re.search(r"_16bit_|\+", path.stem) for path, its in seconds.items())
+    bf16, both = (sources.seconds(Path(f"sm90_backward_{dtype}_128.cu")) for dtype in ("bf16", "16bit"))
+    two = sources.seconds(Path("sm90_backward_16bit_128+sm90_backward_bf16_128.cu"))
+    assert 0 < bf16 == both / 2 == two / 3
+    # With and without dropout, two tiles for the GPUs of 8.0 and one for Hopper; fp32 takes twice as long.
+    assert sources.seconds(Path("sm80_backward_fp32_128.cu")) == 2 * 3 * 2 * sources.SECONDS["sm80", "backward"]
 
 
 def test_a_check_joins_the_sources_that_it_compiles(tmp_path: Path) -> None:
@@ -429,6 +449,7 @@ def spill_log(kernel: str, spills: int) -> str:
         ("_ZN13flashattn_ext4sm9014forward_kernelI13__nv_bfloat16Li128ELNS_7OptionsE0ELi128EEEvNS_10AttnParamsE", 0),
         ("_ZN13flashattn_ext4sm9014forward_kernelI13__nv_bfloat16Li128ELNS_7OptionsE1ELi128EEEvNS_10AttnParamsE", 8),
         ("_ZN13flashattn_ext12other_kernelEv", 8),
+        ("_ZN13flashattn_ext18bias_finish_kernelENS_14AttnGradParamsENS_16GeneralWorkspaceEi", 12),
     ],
 )
 def test_kernels_spill_what_their_rows_allow(tmp_path: Path, kernel: str, allowed: int) -> None:
@@ -475,4 +496,4 @@ def test_some_kernels_must_not_spill() -> None:
 
 def test_the_page_shows_the_table() -> None:
     written = (ROOT / "docs" / "cuda_kernels.md").read_text()
-    assert written == sources.page(), "run: python3 csrc/sources.py page > docs/cuda_kernels.md"
+    assert written == kernel_page.page(), "run: python3 csrc/sources.py page > docs/cuda_kernels.md"
