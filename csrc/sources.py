@@ -26,7 +26,9 @@ CSRC = Path(__file__).resolve().parent
 if str(CSRC) not in sys.path:
     sys.path.insert(0, str(CSRC))  # `python -I` does not
 
-import kernel_page  # noqa: E402
+from kernel_page import describe as describe  # noqa: E402  # bench tune finds these two here
+from kernel_page import page  # noqa: E402
+from kernel_page import queries_and_keys as queries_and_keys  # noqa: E402
 from kernel_table import SUFFIXES, Row, table  # noqa: E402
 
 # The optimisation of the CPU kernels. With GCC -O3 compiles for a fifth longer, and the kernels are no faster: a loop that has
@@ -122,7 +124,7 @@ SECONDS = {
     ("decode", "split"): 2.2,
     ("decode", "backward"): 1,
 }
-LONGEST = 28  # of a source that has been joined
+LONGEST = 28  # of sources of the package's build as one
 MOST_JOINED = 6  # sources in one, whose names make that of the file
 
 
@@ -142,12 +144,12 @@ def seconds(source: Path) -> float:
 
 def paired(instances: dict[str, str]) -> dict[str, str]:
     """The sources of both 16-bit types as one (sm90_forward_16bit_128): they share the front end's and the host compiler's work on the
-    headers, 6 to 28 % of the time of both. Those that would take longest stay apart.
+    headers, 6 to 28 % of the time of both.
     """
     pairs = dict(instances)
     for name in instances:
         other = name.replace("_bf16_", "_fp16_")
-        if other != name and other in instances and seconds(Path(name)) + seconds(Path(other)) <= LONGEST:
+        if other != name and other in instances:
             templates = re.findall(r"^template .*\n", pairs.pop(other), re.M)
             pairs[name.replace("_bf16_", "_16bit_")] = pairs.pop(name) + "".join(templates)
     return pairs
@@ -178,8 +180,12 @@ def joined(
 
 
 def joined_for_build(instances: dict[str, str]) -> dict[str, str]:
-    """The quick sources for the same GPUs as one: of what a source takes, 1.2 seconds go to headers, and half a second more for a second target."""
-    return joined(instances, lambda name: rows_of(Path(name))[0][0].gpus, lambda name: seconds(Path(name)), LONGEST)
+    """The quick sources of Hopper as one: of what each takes, 1.2 seconds go to headers. Kernels for other GPUs stay apart: several of them get
+    other registers in a source with others, because the compiler decides by all callers of a function whether it is inlined.
+    """
+    hoppers = {name: text for name, text in instances.items() if rows_of(Path(name))[0][0].gpus == "kHopper"}
+    others = {name: text for name, text in instances.items() if name not in hoppers}
+    return others | joined(hoppers, lambda _: None, lambda name: seconds(Path(name)), LONGEST)
 
 
 def joined_for_check(instances: dict[str, str]) -> dict[str, str]:
@@ -348,7 +354,7 @@ def main(command: str, *arguments: str) -> int:
         print(*problems, sep="\n", end="\n" if problems else "")
         return len(problems) > 0
     elif command == "page":
-        print(kernel_page.page(), end="")
+        print(page(), end="")
     else:
         raise SystemExit(__doc__)
     return 0

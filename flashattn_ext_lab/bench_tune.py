@@ -114,7 +114,7 @@ def cuda_jobs(backend: str, quick: bool) -> list[Job]:
 
 def cuda_tile(backend: str, row: Any, choice: int) -> Tile:
     build = private_build().cuda(backend, choice, row.dtypes[-1]) if choice else None
-    return Tile(private_build().sources.kernel_page.describe(row, choice), build.name if build else backend, build)
+    return Tile(private_build().sources.describe(row, choice), build.name if build else backend, build)
 
 
 def cuda_cases(row: Any, quick: bool) -> list[Case]:

@@ -80,8 +80,7 @@ def cuda_shaped(backend: str, case: Case) -> list[Shaped]:
     )
     row = min(rows, key=lambda row: (row.head_dim, row.head_dim_v))
     return [
-        (cuda_tile(backend, row, choice), sources.kernel_page.queries_and_keys(row, choice))
-        for choice in range(len(row.competing))
+        (cuda_tile(backend, row, choice), sources.queries_and_keys(row, choice)) for choice in range(len(row.competing))
     ]
 
 

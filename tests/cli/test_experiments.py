@@ -217,7 +217,7 @@ def gpu_tiles(monkeypatch: pytest.MonkeyPatch) -> Any:
         return {"default": job.tiles[0].name, "tiles": timed, "failures": {}}
 
     def cuda_tile(backend: str, row: Any, choice: int) -> Any:
-        return bench_tune.Tile(bench_tune.private_build().sources.kernel_page.describe(row, choice), backend)
+        return bench_tune.Tile(bench_tune.private_build().sources.describe(row, choice), backend)
 
     monkeypatch.setattr(tiles, "running_backend", lambda _name: "cuda-sm90")
     monkeypatch.setattr(tiles, "cuda_tile", cuda_tile)
