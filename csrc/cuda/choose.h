@@ -344,7 +344,7 @@ class Chooser {
   static bool prefers_short_forward(const AttnParams& p) {
     return p.seqlen_k > 80 && p.seqlen_k <= sm90::kMostBoxRows && std::max(p.head_dim, p.head_dim_v) > 32;
   }
-  // mma.sync, beside sm80/ and sm90/: 64x256 8x32 26.6, 42.6 and 36.2; 32x256 16x64 58 and 47 (sm80/); 128x64
+  // mma.sync, beside sm80/ and sm90/: 64x256 8x32 26.6, 42.6 and 36.2; 32x256 16x64 58 and 48 (sm80/); 128x64
   // 16x128 39.5, 73.9 and 48.0; 128x80 12x128 42.0, 70.4 and 39.5. With options, beside sm90/: a bias 256x64 6x32 24.8
   // and 47.1, 64x96 12x64 33.1 and 28.6; one whose rows TMA cannot copy 256x49 6x32 25.8 and 86.6, 64x197 12x64 142 and
   // 180. Beside sm80/: 64x256 12x64 145 and 181; but dropout 64x128 12x64 41.9 and 36.0.
