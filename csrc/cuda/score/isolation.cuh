@@ -59,17 +59,13 @@ __device__ __forceinline__ bool isolate_panel_rows(T (&tile)[kPanels][kRows][kPa
                                                    const Each& each) {
   const int lane = threadIdx.x % 32, first = warp * 4 + lane / 8;
   auto vector = [&](int panel, int row) -> uint4& { return reinterpret_cast<uint4*>(tile[panel][row])[lane % 8]; };
-  bool any_fails = false;
-#pragma unroll 2  // vectors are checked apart, so that their loads overlap
+  FiniteCheck<T> all;
+#pragma unroll 1
   for (int row = first; row < kRows; row += 4 * kWarps) {
 #pragma unroll
-    for (int panel = 0; panel < kPanels; ++panel) {
-      FiniteCheck<T> own;
-      own.add(vector(panel, row));
-      any_fails |= own.fails();
-    }
+    for (int panel = 0; panel < kPanels; ++panel) all.add(vector(panel, row));
   }
-  if (!__any_sync(~0u, any_fails)) return false;
+  if (!__any_sync(~0u, all.fails())) return false;
 #pragma unroll 1
   for (int row = first; row < kRows; row += 4 * kWarps) {  // kRows is a multiple of 4: all lanes take part
     FiniteCheck<T> own;
