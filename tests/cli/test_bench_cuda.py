@@ -57,7 +57,7 @@ def test_sets_have_the_sizes_of_the_papers() -> None:
     sizes = {name: len(rows) for name, rows in SETS.items()}
     assert sizes == {
         "fa_paper": 36, "align": 4, "head_dims": 4, "dropout": 2, "gqa": 2, "window": 1, "deterministic": 2,
-        "fp32": 4, "fp8": 18, "short": 3, "wide": 6, "varlen": 4, "scores": 11, "masks": 12, "derivatives": 16, "invariant": 12,
+        "fp32": 4, "fp8": 18, "short": 3, "wide": 6, "varlen": 4, "scores": 11, "masks": 12, "blocks": 32, "derivatives": 16, "invariant": 12,
     }  # fmt: skip
     assert all(case.B * case.S == 16384 and case.Hq * case.D == 2048 for case in SETS["fa_paper"])
     assert len(set(SETS["fa_paper"])) == 36
