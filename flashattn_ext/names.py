@@ -44,7 +44,7 @@ _INSTEAD = {
     "cu_seqlens": "flashattn_ext.varlen_forward takes packed sequences, with cu_seqlens_q and cu_seqlens_k",
     "softmax_scale": "scale q instead: the module's scale is 1 / sqrt(head_dim)",
 }
-# What calls with a cache take for the biases that only forward() has; added to what is said of forward().
+# Alternatives, in calls with a KV cache, to the biases that only forward() takes. Error messages append them to the hint that names forward().
 _BIASES = {"attn_bias", "bias", "relative_bias"}
 _WITH_A_CACHE = {"flash_attn_with_kvcache", "kvcache_reference"}
 _BESIDE_A_CACHE = (

@@ -87,7 +87,7 @@ def test_shapes_that_broadcast(device: str) -> None:
     _check({"query": q[:, :1], "key": k, "value": v})
 
 
-# Shapes of masks for q [2, 3, 4, 20, 16] and k [2, 3, 4, 33, 16]: batch, rows of the pairs, heads.
+# Shapes of attn_mask that broadcast against q [2, 3, 4, 20, 16] and k [2, 3, 4, 33, 16], in which 2 and 3 are batch dimensions and 4 is heads.
 OF_PAIRS = {
     "one for all": (20, 33),
     "heads": (1, 1, 4, 20, 33),

@@ -1,5 +1,5 @@
-// Launches a kernel on the caller's stream, and names kernel and shape when CUDA refuses it. What is no template is in
-// runtime.cu.
+// Launches a kernel on the caller's stream; the error of a failed launch names the kernel and the sizes of the call.
+// Templates are defined here, other functions in runtime.cu.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -119,7 +119,7 @@ struct PartialBlock {
 
   __device__ __forceinline__ bool exists() const { return bits != nullptr; }
 
-  // Of a row of the block; key: the first of the keys, a multiple of their number.
+  // Returns the bits of kKeys keys of a row. row: within the block; key: the first of the keys, a multiple of kKeys.
   template <int kKeys>
   __device__ __forceinline__ RowBits<kKeys> of_row(int row, int key) const {
     RowBits<kKeys> found;

@@ -214,7 +214,7 @@ struct MaskVisibility {
       rows_of_key(kernel, key)[word] = seen;
     }
   }
-  // Those of this warp: bit i is row i of its row tiles.
+  // Returns which rows of this warp see the key and become NaN: bit i is row i of its row tiles.
   static __device__ __forceinline__ uint32_t marked_rows(const Kernel& kernel, int key) {
     static_assert(Kernel::kRowTiles <= 2 && Kernel::kQueries <= kBlockSide);
     const int first = kernel.tile_row(0);

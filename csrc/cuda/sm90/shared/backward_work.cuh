@@ -148,7 +148,7 @@ struct QueryWalk {
     m = start;
     left = tiles * heads;
   }
-  // Of a walk over this many heads.
+  // Returns the number of steps of a walk over this many heads.
   static __device__ __forceinline__ int steps(const BackwardWork& work, int heads) {
     return uniform(work.tiles) * heads;
   }
