@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 PATHS = [name.removeprefix("cuda-") for name in flashattn_ext.build_info()["backends"] if name.startswith("cuda-")]
 HOPPER = "cuda-sm90" in flashattn_ext.build_info()["backends"] and torch.cuda.get_device_capability() == (9, 0)
 OPTIONS = kernel_table.option_bits()
+Result = TypeVar("Result")
 
 
 def row_of(family: str, stage: str, D: int, Dv: int, dropout: bool) -> kernel_table.Row | None:
@@ -59,6 +61,19 @@ def no_waiting() -> Iterator[None]:
     torch.cuda.set_sync_debug_mode("error")
     yield
     torch.cuda.set_sync_debug_mode("default")
+
+
+def captured(step: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
+    """A graph of a step, after one on another stream, and the results that its replays overwrite."""
+    warm_up = torch.cuda.Stream()
+    warm_up.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(warm_up):
+        step()
+    torch.cuda.current_stream().wait_stream(warm_up)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+    return graph, results
 
 
 def leaves(*shape: int, dtype: torch.dtype = torch.float16) -> list[torch.Tensor]:
@@ -207,18 +222,11 @@ def test_graph_replays_see_new_intervals() -> None:
         out = flashattn_ext.forward(out, k, v, mask=mask)
         return (out, *torch.autograd.grad(out, (q, k, v), torch.ones_like(out)))
 
-    warm_up = torch.cuda.Stream()
-    warm_up.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(warm_up):
-        step(mask)
-    torch.cuda.current_stream().wait_stream(warm_up)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step(mask)
+    graph, results = captured(lambda: step(mask))
     for other in masks:
         mask.intervals.copy_(other.intervals)
         graph.replay()
-        for got, expected in zip(captured, step(other), strict=True):
+        for got, expected in zip(results, step(other), strict=True):
             torch.testing.assert_close(got, expected)
     mask.intervals.copy_(masks[1].intervals)  # calls outside the graph do not use the graph's extremes
     assert_same_bits(step(mask)[0], step(masks[1])[0])
@@ -233,18 +241,11 @@ def test_graph_replays_find_the_largest_logits_of_new_keys() -> None:
         packed = flashattn_ext.varlen_forward(q[0], k[0], v[0], starts, starts, 300, 300, return_max_logits=True)[1]
         return dense, packed
 
-    warm_up = torch.cuda.Stream()
-    warm_up.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(warm_up):
-        step()
-    torch.cuda.current_stream().wait_stream(warm_up)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, results = captured(step)
     for _ in range(3):
         k.normal_()
         graph.replay()
-        for got, expected in zip(captured, step(), strict=True):
+        for got, expected in zip(results, step(), strict=True):
             assert_same_bits(got, expected)
 
 
@@ -569,13 +570,7 @@ def test_the_largest_logits_in_a_graph(packed: bool) -> None:
         dense = [t.view(2, 100, 4, 64) for t in (q, k, k)]
         return flashattn_ext.forward(*dense, causal=True, return_max_logits=True)[1]
 
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = call()
+    graph, got = captured(call)
     for _ in range(2):
         q.normal_()
         k.normal_()

@@ -9,7 +9,7 @@ import test_derivatives
 import torch
 from helpers import Case, assert_same_bits, check
 from mask_cases import BLOCK_KINDS
-from test_cuda import DTYPES, PATHS, leaves, no_waiting
+from test_cuda import DTYPES, PATHS, captured, leaves, no_waiting
 from torch import Tensor
 
 import flashattn_ext
@@ -111,19 +111,12 @@ def test_graph_replays_route_anew() -> None:
         out = flashattn_ext.forward(q, k, v, mask=BlockMask.from_blocks(best, S, S))
         return (out, *torch.autograd.grad(out, (q, k, v), torch.ones_like(out)))
 
-    warm_up = torch.cuda.Stream()
-    warm_up.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(warm_up):
-        scores.normal_()
-        step()
-    torch.cuda.current_stream().wait_stream(warm_up)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    scores.normal_()
+    graph, results = captured(step)
     for _ in range(3):
         scores.normal_()
         graph.replay()
-        for got, expected in zip(captured, step(), strict=True):
+        for got, expected in zip(results, step(), strict=True):
             torch.testing.assert_close(got, expected, rtol=1e-2, atol=1e-2)
 
 
