@@ -58,7 +58,7 @@ FAMILIES = {
     "Gemma 2": Family("Gemma2Config", _GEMMA, {"head_dim": 256, "query_pre_attn_scalar": 256}, _WITHOUT_SDPA),
     "gpt-oss": Family("GptOssConfig", _GPT_OSS, {"head_dim": 64, "num_experts_per_tok": 4}, _WITHOUT_SDPA),
     # transformers lets the tokens of gpt-oss see other packed documents in eager and flex_attention.
-    "sinks, D 256": Family(
+    "gpt-oss D256": Family(
         "GptOssConfig", {**_GPT_OSS, "num_attention_heads": 16}, {"head_dim": 256, "num_experts_per_tok": 4}, (OURS, FA4)
     ),
 }  # fmt: skip
@@ -67,7 +67,7 @@ SIZES = size_table(
     gpu=dict(
         train=(
             ("Llama", 8192, 1, 4), ("Llama", 32768, 1, 4), ("Llama", 16384, 8, 4), ("Gemma 2", 8192, 1, 4), ("gpt-oss", 8192, 1, 2),
-            ("sinks, D 256", 16384, 8, 2),
+            ("gpt-oss D256", 16384, 8, 2),
         ),
         generate=(
             ("Llama", 8, 4096, DYNAMIC, 16), ("Llama", 1, 32768, DYNAMIC, 16), ("Gemma 2", 8, 4096, DYNAMIC, 21),
@@ -79,7 +79,7 @@ SIZES = size_table(
         train=(("Llama", 4096, 1, 2), ("Llama", 4096, 4, 2)), generate=(("Llama", 4, 1024, DYNAMIC, 4),), rounds=3
     ),
     cpu=dict(
-        train=(("Llama", 1024, 1, 2), ("Llama", 1024, 4, 2), ("Gemma 2", 1024, 1, 2), ("gpt-oss", 1024, 1, 2), ("sinks, D 256", 1024, 4, 2)),
+        train=(("Llama", 1024, 1, 2), ("Llama", 1024, 4, 2), ("Gemma 2", 1024, 1, 2), ("gpt-oss", 1024, 1, 2), ("gpt-oss D256", 1024, 4, 2)),
         generate=(("Llama", 4, 512, DYNAMIC, 4), ("Llama", 4, 512, STATIC, 4), ("Gemma 2", 4, 512, DYNAMIC, 4), ("gpt-oss", 4, 512, DYNAMIC, 4)),
         new_tokens=9, rounds=3, vocabulary=1024, shrink=8, dtype="fp32",
     ),
@@ -112,7 +112,7 @@ def measure(context: Context, sizes: Sizes, result: Result) -> None:
     profiles = "; host profiles of decoding steps are in models_*.profile.txt" if context.out else ""
     result.notes += [
         "models of transformers with random weights, the widths of Llama 3.1 8B, Gemma 2 9B and gpt-oss 20B divided by `shrink`, and fewer "
-        f"layers; a vocabulary of {sizes.vocabulary}. sinks, D 256: gpt-oss with 16 heads of 256, trained with packed documents, which eager and "
+        f"layers; a vocabulary of {sizes.vocabulary}. gpt-oss D256: gpt-oss with 16 heads of 256, trained with packed documents, which eager and "
         "flex_attention do not keep apart in gpt-oss",
         "training step: forward, backward and an update with AdamW, one row of tokens. decoding step: the median step of generate() after the "
         f"prompt, each with one more token for every row of the batch; attention_mask is given{profiles}",

@@ -25,7 +25,7 @@ TINY: dict[str, dict[str, Any]] = {
     "profile": dict(B=1, H=2, S=64, D=16, dtype="fp32"),
     "llama": dict(B=1, S=64, heads=2, D=16, mlp=64, layers=2, rounds=2, dtype="fp32"),
     "models": dict(
-        train=(("Llama", 48, 1, 1), ("gpt-oss", 48, 1, 2), ("sinks, D 256", 48, 3, 2)),
+        train=(("Llama", 48, 1, 1), ("gpt-oss", 48, 1, 2), ("gpt-oss D256", 48, 3, 2)),
         generate=(("Gemma 2", 2, 20, "dynamic", 1), ("Llama", 2, 20, "static", 1)),
         new_tokens=4,
         rounds=2,
