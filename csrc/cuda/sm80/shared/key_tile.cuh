@@ -269,11 +269,12 @@ struct KeyTileKernel : Shape {
     if (p.deterministic) order.await_earlier_keys();
     QuerySums sum = {};
     multiply(sum);
+    float* const place = ptx::opaque_place_in_fragment(dq_fragment(workspace, tile, split(), 0, 0));
 #pragma unroll
     for (int i = 0; i < kQueryRowTiles; ++i) {
 #pragma unroll
       for (int c = 0; c < kQueryColumnTiles; ++c) {
-        ptx::add_fragment(dq_fragment(workspace, tile, split(), i, c), sum[i][c]);
+        ptx::add_fragment_at(place + (i * kQueryColumnTiles + c) * 128, sum[i][c]);
       }
     }
     if (p.deterministic) order.admit_later_keys();
