@@ -108,37 +108,37 @@ inline constexpr KernelRow<sm80::ForwardTile> kSm80Forward[] = {
 };
 
 // Tiles: {warps, keys, queries, warps along the keys of the scores, warps along the keys of dk and dv, thread blocks along the columns, stages of
-// queries[, whether scores are swizzled]}, for 227, 163 and 99 KB of shared memory: the GPU chooses, not speed. Of less than 227 KB figures are of an
-// H200 with as many thread blocks on a multiprocessor as those GPUs have. dq has the layout of a tile: those of one class, element size and memory
+// queries[, whether tiles are swizzled[, whether warps hold their values]]}, for 227, 163 and 99 KB of shared memory: the GPU chooses, not speed. Of
+// less than 227 KB figures are of an H200 with as many thread blocks on a multiprocessor as those GPUs have. dq has the layout of a tile: those of one class, element size and memory
 // have the same warps, queries and thread blocks.
 inline constexpr KernelRow<sm80::BackwardTile> kSm80Backward[] = {
     // 259 / 241, 99 KB 224 / 209; 64 queries: 240 / 222; 32: 199 / 186, in 99 KB 183 / 175
     {k16Bit, 32,  kPlain,     kOtherGpus, 12,        {{4, 128, 128, 4, 4, 1, 1}, {4, 128, 128, 4, 4, 1, 1}, {4, 128, 64, 4, 4, 1, 1}}},
     // 311 / 290, 163 KB 301 / 284, 99 KB 224 / 217; 64 queries, 2 stages: 306 / 287; 32: 277 / 260; 8 warps in 99 KB: 220 / 207
-    {k16Bit, 64,  kPlain,     kOtherGpus, 4,         {{4, 128, 128, 4, 4, 1, 1}, {4, 128, 64, 4, 4, 1, 1}, {4, 64, 64, 4, 4, 1, 1}}},
+    {k16Bit, 64,  kPlain,     kOtherGpus, 28,        {{4, 128, 128, 4, 4, 1, 1}, {4, 128, 64, 4, 4, 1, 1}, {4, 128, 64, 4, 4, 1, 1, true, true}}},
     // 264 / 248, 99 KB 201 / 194; 64 keys in two thread blocks: 265 / 248, in 99 KB 188 / 184
-    {k16Bit, 96,  kPlain,     kOtherGpus, kMaySpill, {{8, 128, 64, 4, 4, 1, 2}, {8, 128, 64, 4, 4, 1, 2}, {6, 96, 64, 3, 3, 1, 1}}},
+    {k16Bit, 96,  kPlain,     kOtherGpus, kMaySpill, {{8, 128, 64, 4, 4, 1, 2, false, true}, {8, 128, 64, 4, 4, 1, 2, false, true}, {8, 128, 64, 4, 4, 1, 1, false, true}}},
     // 293 / 277, 163 KB 292 / 278, 99 KB 226 / 218; 64 keys in two thread blocks: 272 / 258; 64 x 64: 188 / 184
-    {k16Bit, 128, kPlain,     kOtherGpus, 0,         {{8, 128, 64, 4, 4, 1, 2}, {8, 128, 64, 4, 2, 1, 2, true}, {8, 128, 32, 8, 8, 1, 1}}},
+    {k16Bit, 128, kPlain,     kOtherGpus, 36,        {{8, 128, 64, 4, 4, 1, 2}, {8, 128, 64, 4, 2, 1, 2, true}, {8, 128, 64, 8, 8, 1, 1, false, true}}},
     // 241 / 233, 99 KB 170 / 177; 48 keys in 99 KB: 133 / 134
     {k16Bit, 144, kPlain,     kOtherGpus, kMaySpill, {{6, 96, 64, 3, 2, 1, 2}, {6, 96, 64, 3, 2, 1, 2}, {6, 96, 32, 3, 2, 1, 1}}},
     // 228 / 219, 163 KB 218 / 210, 99 KB 155 / 156; 96 keys: 210 / 216; 4 warps in 99 KB: 135 / 138
-    {k16Bit, 192, kPlain,     kOtherGpus, kMaySpill, {{8, 64, 64, 4, 2, 1, 2}, {8, 64, 64, 4, 2, 1, 2, true}, {8, 64, 32, 4, 2, 1, 1}}},
+    {k16Bit, 192, kPlain,     kOtherGpus, kMaySpill, {{8, 64, 64, 4, 2, 1, 2}, {8, 64, 64, 4, 2, 1, 2, true}, {8, 64, 64, 4, 2, 1, 1, false, true}}},
     // 237 / 227, 163 KB 216 / 215, 99 KB 128 / 127; 32 queries in 163 KB: 204 / 196
-    {k16Bit, 256, kPlain,     kOtherGpus, kMaySpill, {{8, 64, 64, 4, 2, 1, 2}, {8, 64, 64, 4, 2, 1, 1}, {4, 32, 32, 2, 1, 1, 1}}},
+    {k16Bit, 256, kPlain,     kOtherGpus, kMaySpill, {{8, 64, 64, 4, 2, 1, 2}, {8, 64, 64, 4, 2, 1, 1}, {8, 64, 32, 4, 2, 1, 1, false, true}}},
     // the tiles of the plain rows of their classes; kGeneral at 128 in 163 KB has room for one stage:
     {k16Bit, 64,  kDropout,   kOtherGpus, 60,        {{4, 128, 128, 4, 4, 1, 1}, {4, 128, 64, 4, 4, 1, 1}, {4, 64, 64, 4, 4, 1, 1}}},
-    {k16Bit, 96,  kDropout,   kOtherGpus, kMaySpill, {{8, 128, 64, 4, 4, 1, 2}, {8, 128, 64, 4, 4, 1, 2}, {6, 96, 64, 3, 3, 1, 1}}},
-    {k16Bit, 128, kDropout,   kOtherGpus, 8,         {{8, 128, 64, 4, 4, 1, 2}, {8, 128, 64, 4, 2, 1, 2, true}, {8, 128, 32, 8, 8, 1, 1}}},
+    {k16Bit, 96,  kDropout,   kOtherGpus, kMaySpill, {{8, 128, 64, 4, 4, 1, 2, false, true}, {8, 128, 64, 4, 4, 1, 2, false, true}, {8, 128, 64, 4, 4, 1, 1, false, true}}},
+    {k16Bit, 128, kDropout,   kOtherGpus, 64,        {{8, 128, 64, 4, 4, 1, 2}, {8, 128, 64, 4, 2, 1, 2, true}, {8, 128, 64, 8, 8, 1, 1, false, true}}},
     {k16Bit, 144, kDropout,   kOtherGpus, kMaySpill, {{6, 96, 64, 3, 2, 1, 2}, {6, 96, 64, 3, 2, 1, 2}, {6, 96, 32, 3, 2, 1, 1}}},
-    {k16Bit, 192, kDropout,   kOtherGpus, kMaySpill, {{8, 64, 64, 4, 2, 1, 2}, {8, 64, 64, 4, 2, 1, 2, true}, {8, 64, 32, 4, 2, 1, 1}}},
-    {k16Bit, 256, kDropout,   kOtherGpus, kMaySpill, {{8, 64, 64, 4, 2, 1, 2}, {8, 64, 64, 4, 2, 1, 1}, {4, 32, 32, 2, 1, 1, 1}}},
+    {k16Bit, 192, kDropout,   kOtherGpus, kMaySpill, {{8, 64, 64, 4, 2, 1, 2}, {8, 64, 64, 4, 2, 1, 2, true}, {8, 64, 64, 4, 2, 1, 1, false, true}}},
+    {k16Bit, 256, kDropout,   kOtherGpus, kMaySpill, {{8, 64, 64, 4, 2, 1, 2}, {8, 64, 64, 4, 2, 1, 1}, {8, 64, 32, 4, 2, 1, 1, false, true}}},
     {k16Bit, 64,  kMasks,     kOtherGpus, kMaySpill, {{4, 128, 128, 4, 4, 1, 1}, {4, 128, 64, 4, 4, 1, 1}, {4, 64, 64, 4, 4, 1, 1}}},
-    {k16Bit, 128, kMasks,     kOtherGpus, kMaySpill, {{8, 128, 64, 4, 4, 1, 2}, {8, 128, 64, 4, 2, 1, 2, true}, {8, 128, 32, 8, 8, 1, 1}}},
-    {k16Bit, 256, kMasks,     kEveryGpu,  kMaySpill, {{8, 64, 64, 4, 2, 1, 2}, {8, 64, 64, 4, 2, 1, 1}, {4, 32, 32, 2, 1, 1, 1}}},
+    {k16Bit, 128, kMasks,     kOtherGpus, kMaySpill, {{8, 128, 64, 4, 4, 1, 2}, {8, 128, 64, 4, 2, 1, 2, true}, {8, 128, 64, 8, 8, 1, 1, false, true}}},
+    {k16Bit, 256, kMasks,     kEveryGpu,  kMaySpill, {{8, 64, 64, 4, 2, 1, 2}, {8, 64, 64, 4, 2, 1, 1}, {8, 64, 32, 4, 2, 1, 1, false, true}}},
     {k16Bit, 64,  kGeneral,   kEveryGpu,  kMaySpill, {{4, 128, 128, 4, 4, 1, 1}, {4, 128, 64, 4, 4, 1, 1}, {4, 64, 64, 4, 4, 1, 1}}},
-    {k16Bit, 128, kGeneral,   kEveryGpu,  kMaySpill, {{8, 128, 64, 4, 4, 1, 2}, {8, 128, 64, 4, 2, 1, 1, true}, {8, 128, 32, 8, 8, 1, 1}}},
-    {k16Bit, 256, kGeneral,   kEveryGpu,  kMaySpill, {{8, 64, 64, 4, 2, 1, 2}, {8, 64, 64, 4, 2, 1, 1}, {4, 32, 32, 2, 1, 1, 1}}},
+    {k16Bit, 128, kGeneral,   kEveryGpu,  kMaySpill, {{8, 128, 64, 4, 4, 1, 2}, {8, 128, 64, 4, 2, 1, 1, true}, {8, 128, 64, 8, 8, 1, 1, false, true}}},
+    {k16Bit, 256, kGeneral,   kEveryGpu,  kMaySpill, {{8, 64, 64, 4, 2, 1, 2}, {8, 64, 64, 4, 2, 1, 1}, {8, 64, 32, 4, 2, 1, 1, false, true}}},
     {k16Bit, 384, kPlain,     kOtherGpus, kMaySpill, {{8, 64, 32, 4, 2, 2, 2}, {8, 64, 32, 4, 2, 2, 1}, {2, 32, 16, 2, 2, 3, 1}}},
     {k16Bit, 512, kPlain,     kOtherGpus, kMaySpill, {{8, 64, 32, 4, 2, 2, 1}, {4, 32, 32, 2, 1, 2, 1}, {1, 16, 16, 1, 1, 4, 1}}},
     {k16Bit, 512, kGeneral,   kEveryGpu,  kMaySpill, {{8, 64, 32, 4, 2, 2, 1}, {4, 32, 32, 2, 1, 2, 1}, {1, 16, 16, 1, 1, 4, 1}}},
