@@ -26,7 +26,8 @@ struct Forward {
   using Step = typename Visibility::Step;
   static constexpr ForwardTile kTile = tile_of<kernel_table::kSm80Forward, T, kHeadDim, kOptions>();
   static constexpr int kThreads = kTile.warps * 32, kRowTiles = kTile.row_tiles, kStages = kTile.stages;
-  static constexpr int kQueries = kTile.queries(), kKeys = step_keys<kHeadDim, Dropping::kDrops>(kTile);
+  static constexpr bool kHasOption = Dropping::kDrops || kOptions == kScores;
+  static constexpr int kQueries = kTile.queries(), kKeys = step_keys<kHeadDim, kHasOption>(kTile);
   static constexpr int kColumns = out_columns(kHeadDim);  // columns of v and out
   using RowTile = InputTile<T, kHeadDim>;                 // tiles of queries and keys
   using ValueTile = InputTile<T, kHeadDim, kColumns>;     // tiles of values

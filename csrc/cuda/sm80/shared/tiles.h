@@ -51,12 +51,13 @@ constexpr ForwardTile large_forward_tile() {
   return kernel_table::kSm80Forward[kRow].tiles[kShared >= kLargeShared ? 0 : kShared >= kMediumShared ? 1 : 2];
 }
 
-// Keys of a step. Where register pressure is highest, code for sm_80 spills with more than 32 keys. Only device code
-// knows its architecture, so the host allocates shared memory for the keys of the table.
-template <int kHeadDim, bool kDrops>
+// Keys of a step. Where register pressure is highest, code for sm_80 spills with more than 32 keys; kHasOption:
+// dropout, or options of a score alone. Only device code knows its architecture, so the host allocates shared memory
+// for the keys of the table.
+template <int kHeadDim, bool kHasOption>
 constexpr int step_keys(const ForwardTile& tile) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-  if (kHeadDim == 144 || (kHeadDim == 128 && kDrops)) return tile.keys < 32 ? tile.keys : 32;
+  if (kHeadDim == 144 || (kHeadDim == 128 && kHasOption)) return tile.keys < 32 ? tile.keys : 32;
 #endif
   return tile.keys;
 }
