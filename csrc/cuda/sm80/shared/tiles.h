@@ -62,6 +62,17 @@ constexpr int step_keys(const ForwardTile& tile) {
   return tile.keys;
 }
 
+// Thread blocks of a forward on a multiprocessor, which bound its registers, by the shared memory of each. Code for
+// GPUs of 8.6, 8.9 and 12.0 counts those that 100 KB hold. The PTX of 8.0 in a build knows of no such limit.
+constexpr int forward_blocks(const ForwardTile& tile, int bytes) {
+#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200)
+  const int most = 100 * 1024 / (bytes + 1024);  // 1 KB of each is the driver's
+  return most < 1 ? 1 : most < tile.blocks ? most : tile.blocks;
+#else
+  return tile.blocks;
+#endif
+}
+
 // The tile of a backward on a GPU whose thread blocks may have kShared bytes, one of the three sizes above. For a
 // kernel without a row, which finishes dq of the others of its class, it is that of the first of them.
 template <class T, int kHeadDim, Options kOptions, int kShared>
