@@ -112,7 +112,7 @@ inline constexpr KernelRow<sm80::ForwardTile> kSm80Forward[] = {
 // have the same warps, queries and thread blocks.
 inline constexpr KernelRow<sm80::BackwardTile> kSm80Backward[] = {
     // 259 / 241, 99 KB 224 / 209; 64 queries: 240 / 222; 32: 199 / 186, in 99 KB 183 / 175
-    {k16Bit, 32,  kPlain,     kOtherGpus, 12,        {{4, 128, 128, 4, 4, 1, 1}, {4, 128, 128, 4, 4, 1, 1}, {4, 128, 64, 4, 4, 1, 1}}},
+    {k16Bit, 32,  kPlain,     kOtherGpus, 28,        {{4, 128, 128, 4, 4, 1, 1}, {4, 128, 128, 4, 4, 1, 1}, {4, 128, 64, 4, 4, 1, 1}}},
     // 311 / 290, 163 KB 301 / 284, 99 KB 224 / 217; 64 queries, 2 stages: 306 / 287; 32: 277 / 260; 8 warps in 99 KB: 220 / 207
     {k16Bit, 64,  kPlain,     kOtherGpus, 28,        {{4, 128, 128, 4, 4, 1, 1}, {4, 128, 64, 4, 4, 1, 1}, {4, 128, 64, 4, 4, 1, 1, true, true}}},
     // 264 / 248, 99 KB 201 / 194; 64 keys in two thread blocks: 265 / 248, in 99 KB 188 / 184
