@@ -31,11 +31,16 @@ struct BackwardPolicies<kMasks> : PlainBackwardPolicies {
   using Visibility = MaskQueries<Kernel>;
 };
 template <>
+struct BackwardPolicies<kScores> : PlainBackwardPolicies {
+  template <class Kernel, class T, int kKeyTiles, int kQueryTiles>
+  using Gradients = GeneralGradients<Kernel, T, DistanceBias<true, kKeyTiles, kQueryTiles>>;
+};
+template <>
 struct BackwardPolicies<kGeneral> {
   template <class Kernel>
   using Visibility = MaskQueries<Kernel>;
   template <class Kernel, class T, int kKeyTiles, int kQueryTiles>
-  using Gradients = GeneralGradients<Kernel, T, kKeyTiles, kQueryTiles>;
+  using Gradients = GeneralGradients<Kernel, T, TileBias<T, true, kKeyTiles, kQueryTiles>>;
   using Dropping = OptionalDropout;
 };
 

@@ -38,8 +38,9 @@ struct PlainGradients {
   __device__ void end_head(const Kernel&, int) {}
 };
 
-// Options of a score and biases, found out at run time.
-template <class Kernel, class T, int kKeyTiles, int kQueryTiles>
+// Options of a score and biases, found out at run time. Bias: TileBias or, of kernels without a bias of any shape,
+// DistanceBias.
+template <class Kernel, class T, class Bias>
 struct GeneralGradients {
   using Workspace = GeneralWorkspace;
   // The centres of a row (rules/bias.h), which are kept behind its statistics.
@@ -53,12 +54,15 @@ struct GeneralGradients {
     }
   };
   static_assert(sizeof(RowCentres) <= kVectorBytes);
-  static constexpr bool kMasksAlways = true, kTwoWords = true;
+  static constexpr int kKeyTiles = Bias::kKeys / 16, kQueryTiles = Bias::kRows / 8;
+  static constexpr bool kMasksAlways = Bias::kHasElements, kTwoWords = true;
   static constexpr int kRowBytes = kVectorBytes;
-  using Bias = TileBias<T, true, kKeyTiles, kQueryTiles>;
-  using Gradient = TileBiasGradient<Bias, T, kKeyTiles, kQueryTiles, RelativeGradient::kInAnyOrderOrExact, TileCentres>;
+  // Calls that need exact sums run kernels with every bias (options_of).
+  static constexpr RelativeGradient kRelative =
+      Bias::kHasElements ? RelativeGradient::kInAnyOrderOrExact : RelativeGradient::kInAnyOrder;
+  using Gradient = TileBiasGradient<Bias, T, kKeyTiles, kQueryTiles, kRelative, TileCentres>;
 
-  BiasSums<kKeyTiles, true> sums;
+  BiasSums<kKeyTiles, Bias::kHasElements> sums;
 
   __device__ void load_row(const Kernel& kernel, int i, int h, int64_t row, bool exists) {
     RowCentres centres{};
@@ -74,8 +78,9 @@ struct GeneralGradients {
     const Bias bias(kernel.p, kernel.b, h, kernel.mask(), row0 + query, kernel.first_score_key());
     const TileCentres centres{row_centres(kernel) + first};
     Gradient gradient{kernel.p, bias, kernel.workspace, centres, kernel.b, h, kernel.split() == 0, sums};
-    flashattn_ext::weigh_and_differentiate(weights, dscores, kernel.workspace.score, bias, gradient, kernel.lse + first,
-                                           kernel.log2_sum + first, kernel.delta + first, seen_by, dropping);
+    flashattn_ext::weigh_and_differentiate<T, kMasked>(weights, dscores, kernel.workspace.score, bias, gradient,
+                                                       kernel.lse + first, kernel.log2_sum + first,
+                                                       kernel.delta + first, seen_by, dropping);
   }
   __device__ void end_head(const Kernel& kernel, int h) { store_bias_sums(kernel, sums, h); }
 

@@ -26,7 +26,8 @@ struct Forward {
   using Step = typename Visibility::Step;
   static constexpr ForwardTile kTile = tile_of<kernel_table::kSm80Forward, T, kHeadDim, kOptions>();
   static constexpr int kThreads = kTile.warps * 32, kRowTiles = kTile.row_tiles, kStages = kTile.stages;
-  static constexpr int kQueries = kTile.queries(), kKeys = step_keys<kHeadDim, Dropping::kDrops>(kTile);
+  static constexpr bool kHasOption = Dropping::kDrops || kOptions == kScores;
+  static constexpr int kQueries = kTile.queries(), kKeys = step_keys<kHeadDim, kHasOption>(kTile);
   static constexpr int kColumns = out_columns(kHeadDim);  // columns of v and out
   using RowTile = InputTile<T, kHeadDim>;                 // tiles of queries and keys
   using ValueTile = InputTile<T, kHeadDim, kColumns>;     // tiles of values
@@ -58,6 +59,7 @@ struct Forward {
   static constexpr int kSharedBytes =
       kTileElements * static_cast<int>(sizeof(T)) + (RowTile::kSwizzled ? kSlots * kVectorBytes : 0);
   static_assert(kSharedBytes <= least_shared(sizeof(T), kHeadDim));
+  static constexpr int kResident = forward_blocks(kTile, kSharedBytes);
 
   const AttnParams& p;
   T *q_tile, *k_tile, *v_tile;
@@ -300,8 +302,7 @@ struct Forward {
 };
 
 template <class T, int kHeadDim, Options kOptions>
-__global__ void __launch_bounds__(Forward<T, kHeadDim, kOptions>::kThreads,
-                                  Forward<T, kHeadDim, kOptions>::kTile.blocks)
+__global__ void __launch_bounds__(Forward<T, kHeadDim, kOptions>::kThreads, Forward<T, kHeadDim, kOptions>::kResident)
     forward_kernel(const __grid_constant__ AttnParams p, const __grid_constant__ TileOrder order,
                    const __grid_constant__ typename Forward<T, kHeadDim, kOptions>::Score score) {
   extern __shared__ __align__(16) unsigned char shared[];

@@ -9,6 +9,21 @@
 
 namespace flashattn_ext::sm80 {
 
+// Options of a score, ALiBi or a relative bias: as GeneralScores, without a bias of any shape.
+template <class T, int kRowTiles, int kKeys>
+struct DistanceScores : CentredScores<T, kRowTiles, DistanceBias<false, kRowTiles, kKeys / 8>> {
+  using Rule = GeneralScore;
+  using Bias = DistanceBias<false, kRowTiles, kKeys / 8>;
+
+  template <class Kernel, class Step>
+  __device__ __forceinline__ auto make_logits(const Kernel& kernel, float (&x)[kRowTiles][kKeys / 8][4],
+                                              const Step& step, Nothing) {
+    const auto rule = make_scores<T>(kernel.score, x, kernel.p.has_bias());
+    if (kernel.p.has_bias()) kernel.template bias<Bias>(step).add_to_logits(x);
+    return rule;
+  }
+};
+
 struct PlainPolicies {
   template <class Kernel>
   using Visibility = ArithmeticVisibility<Kernel>;
@@ -29,6 +44,11 @@ template <>
 struct ForwardPolicies<kMasks> : PlainPolicies {
   template <class Kernel>
   using Visibility = MaskVisibility<Kernel>;
+};
+template <>
+struct ForwardPolicies<kScores> : PlainPolicies {
+  template <class T, int kRowTiles, int kKeys>
+  using Scores = DistanceScores<T, kRowTiles, kKeys>;
 };
 template <>
 struct ForwardPolicies<kFp8Scores> : PlainPolicies {
