@@ -11,7 +11,7 @@ namespace flashattn_ext::sm80 {
 
 // Options of a score, ALiBi or a relative bias: as GeneralScores, without a bias of any shape.
 template <class T, int kRowTiles, int kKeys>
-struct DistanceScores : CentredScores<T, kRowTiles, DistanceBias<false, kRowTiles, kKeys / 8>> {
+struct DistanceScores : CentredScores<kRowTiles, DistanceBias<false, kRowTiles, kKeys / 8>> {
   using Rule = GeneralScore;
   using Bias = DistanceBias<false, kRowTiles, kKeys / 8>;
 
