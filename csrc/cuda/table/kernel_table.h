@@ -36,8 +36,8 @@ inline constexpr KernelRow<sm80::ForwardTile> kSm80Forward[] = {
     {k16Bit, 32,  kPlain,     kOtherGpus, 0,         {{4, 2, 128, 2}}},  // 220 / 201; class 64: 0.76 and 0.78 of that; no other tile was timed
     // 331 / 313; 4 x 2, 128 keys: 342 / 321; 8 x 1, 64 keys: 276 / 264
     {k16Bit, 64,  kPlain,     kOtherGpus, 0,         {{4, 2, 64, 3}, {4, 2, 128, 2}, {8, 1, 64, 2}}},
-    // 315 / 313; 4 x 2, 64 keys, 1 stage: 319 / 316; 8 x 1, 64 keys: 240 / 230
-    {k16Bit, 96,  kPlain,     kOtherGpus, kMaySpill, {{4, 2, 64, 2, 2}, {4, 2, 64, 2}, {8, 1, 64, 1}}},
+    // 308 / 307, 2 stages 310 / 306; of two stages 99 KB hold one thread block: 230 / 218; 8 x 1, 64 keys: 240 / 230
+    {k16Bit, 96,  kPlain,     kOtherGpus, kMaySpill, {{4, 2, 64, 2}, {4, 2, 64, 2, 2}, {8, 1, 64, 1}}},
     // 383 / 365; 4 x 2, 32 keys: 327 / 308; 8 x 1, 64 keys: 282 / 269
     {k16Bit, 128, kPlain,     kOtherGpus, 0,         {{4, 2, 64, 2}, {4, 2, 32, 2}, {8, 1, 64, 1}}},
     // 315 / 302; 4 x 2, 32 keys: 314 / 302; 8 x 1, 64 keys: 203 / 198
@@ -48,8 +48,8 @@ inline constexpr KernelRow<sm80::ForwardTile> kSm80Forward[] = {
     {k16Bit, 256, kPlain,     kOtherGpus, kMaySpill, {{4, 1, 64, 2}, {4, 1, 32, 2}, {8, 1, 32, 1}}},
     // 246 / 237; 4 x 2, 32 keys: 174 / 174; 8 x 1, 64 keys: 225 / 216
     {k16Bit, 64,  kDropout,   kOtherGpus, 8,         {{4, 2, 64, 2}, {4, 2, 32, 2}, {8, 1, 64, 2}}},
-    // 273 / 271; 4 x 2, 32 keys: 215 / 213; 8 x 1, 64 keys: 213 / 204
-    {k16Bit, 96,  kDropout,   kOtherGpus, kMaySpill, {{4, 2, 64, 2, 2}, {4, 2, 32, 2}, {8, 1, 64, 1}}},
+    // 2 stages: 273 / 271; 4 x 2, 32 keys: 215 / 213; 8 x 1, 64 keys: 213 / 204
+    {k16Bit, 96,  kDropout,   kOtherGpus, kMaySpill, {{4, 2, 64, 2}, {4, 2, 64, 2, 2}, {8, 1, 64, 1}}},
     // 264 / 251; 4 x 2, 32 keys: 264 / 249; 8 x 1, 64 keys: 183 / 177
     {k16Bit, 128, kDropout,   kOtherGpus, 8,         {{4, 2, 64, 2}, {4, 2, 32, 2}, {8, 1, 64, 1}}},
     // 271 / 258; 4 x 2, 32 keys: 271 / 258; 8 x 1, 64 keys: 194 / 188
@@ -111,23 +111,23 @@ inline constexpr KernelRow<sm80::ForwardTile> kSm80Forward[] = {
 // less than 227 KB figures are of an H200 with as many thread blocks on a multiprocessor as those GPUs have. dq has the layout of a tile: those of one class, element size and memory
 // have the same warps, queries and thread blocks.
 inline constexpr KernelRow<sm80::BackwardTile> kSm80Backward[] = {
-    // 259 / 241, 99 KB 224 / 209; 64 queries: 240 / 222; 32: 199 / 186, in 99 KB 183 / 175
+    // 264 / 244, 99 KB 241 / 224; values in registers: 244 / 227; 64 queries: 240 / 222; 32: 199 / 186, in 99 KB 183 / 175
     {k16Bit, 32,  kPlain,     kOtherGpus, 28,        {{4, 128, 128, 4, 4, 1, 1}, {4, 128, 128, 4, 4, 1, 1}, {4, 128, 64, 4, 4, 1, 1}}},
-    // 311 / 290, 163 KB 301 / 284, 99 KB 224 / 217; 64 queries, 2 stages: 306 / 287; 32: 277 / 260; 8 warps in 99 KB: 220 / 207
+    // 312 / 288, 163 KB 306 / 284, 99 KB 279 / 259; 64 queries, 2 stages: 306 / 287; 32: 277 / 260; 64 keys in 99 KB: 230 / 219
     {k16Bit, 64,  kPlain,     kOtherGpus, 28,        {{4, 128, 128, 4, 4, 1, 1}, {4, 128, 64, 4, 4, 1, 1}, {4, 128, 64, 4, 4, 1, 1, true, true}}},
-    // 264 / 248, 99 KB 201 / 194; 64 keys in two thread blocks: 265 / 248, in 99 KB 188 / 184
-    {k16Bit, 96,  kPlain,     kOtherGpus, kMaySpill, {{8, 128, 64, 4, 4, 1, 2, false, true}, {8, 128, 64, 4, 4, 1, 2, false, true}, {8, 128, 64, 4, 4, 1, 1, false, true}}},
-    // 293 / 277, 163 KB 292 / 278, 99 KB 226 / 218; 64 keys in two thread blocks: 272 / 258; 64 x 64: 188 / 184
+    // 270 / 253, 99 KB 238 / 229; 64 queries: 263 / 249, without values in registers: 256 / 244; 96 x 64 in 99 KB: 206 / 199
+    {k16Bit, 96,  kPlain,     kOtherGpus, kMaySpill, {{8, 128, 128, 8, 8, 1, 1, false, true}, {8, 128, 128, 8, 8, 1, 1, false, true}, {8, 128, 64, 4, 4, 1, 1, false, true}}},
+    // 295 / 282, 163 KB 292 / 278, 99 KB 269 / 253; 64 keys in two thread blocks: 272 / 258; 32 queries in 99 KB: 222 / 214
     {k16Bit, 128, kPlain,     kOtherGpus, 36,        {{8, 128, 64, 4, 4, 1, 2}, {8, 128, 64, 4, 2, 1, 2, true}, {8, 128, 64, 8, 8, 1, 1, false, true}}},
-    // 241 / 233, 99 KB 170 / 177; 48 keys in 99 KB: 133 / 134
+    // 244 / 238, 99 KB 171 / 177; 48 keys in 99 KB: 133 / 134
     {k16Bit, 144, kPlain,     kOtherGpus, kMaySpill, {{6, 96, 64, 3, 2, 1, 2}, {6, 96, 64, 3, 2, 1, 2}, {6, 96, 32, 3, 2, 1, 1}}},
-    // 228 / 219, 163 KB 218 / 210, 99 KB 155 / 156; 96 keys: 210 / 216; 4 warps in 99 KB: 135 / 138
+    // 227 / 218, 163 KB 218 / 210, 99 KB 204 / 203; 96 keys: 210 / 216; 32 queries in 99 KB: 156 / 157
     {k16Bit, 192, kPlain,     kOtherGpus, kMaySpill, {{8, 64, 64, 4, 2, 1, 2}, {8, 64, 64, 4, 2, 1, 2, true}, {8, 64, 64, 4, 2, 1, 1, false, true}}},
-    // 237 / 227, 163 KB 216 / 215, 99 KB 128 / 127; 32 queries in 163 KB: 204 / 196
+    // 237 / 228, 163 KB 213 / 213, 99 KB 179 / 184; values in registers: 219 / 211, in 163 KB 201 / 203; 32 x 32 in 99 KB: 128 / 127
     {k16Bit, 256, kPlain,     kOtherGpus, kMaySpill, {{8, 64, 64, 4, 2, 1, 2}, {8, 64, 64, 4, 2, 1, 1}, {8, 64, 32, 4, 2, 1, 1, false, true}}},
     // the tiles of the plain rows of their classes; kScores and kGeneral at 128 in 163 KB have room for one stage:
     {k16Bit, 64,  kDropout,   kOtherGpus, 68,        {{4, 128, 128, 4, 4, 1, 1}, {4, 128, 64, 4, 4, 1, 1}, {4, 64, 64, 4, 4, 1, 1}}},
-    {k16Bit, 96,  kDropout,   kOtherGpus, kMaySpill, {{8, 128, 64, 4, 4, 1, 2, false, true}, {8, 128, 64, 4, 4, 1, 2, false, true}, {8, 128, 64, 4, 4, 1, 1, false, true}}},
+    {k16Bit, 96,  kDropout,   kOtherGpus, kMaySpill, {{8, 128, 128, 8, 8, 1, 1, false, true}, {8, 128, 128, 8, 8, 1, 1, false, true}, {8, 128, 64, 4, 4, 1, 1, false, true}}},
     {k16Bit, 128, kDropout,   kOtherGpus, 64,        {{8, 128, 64, 4, 4, 1, 2}, {8, 128, 64, 4, 2, 1, 2, true}, {8, 128, 64, 8, 8, 1, 1, false, true}}},
     {k16Bit, 144, kDropout,   kOtherGpus, kMaySpill, {{6, 96, 64, 3, 2, 1, 2}, {6, 96, 64, 3, 2, 1, 2}, {6, 96, 32, 3, 2, 1, 1}}},
     {k16Bit, 192, kDropout,   kOtherGpus, kMaySpill, {{8, 64, 64, 4, 2, 1, 2}, {8, 64, 64, 4, 2, 1, 2, true}, {8, 64, 64, 4, 2, 1, 1, false, true}}},

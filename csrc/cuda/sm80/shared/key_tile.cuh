@@ -41,7 +41,7 @@ struct KeyTileShape {
   static constexpr int kKeyTiles = kKeys / kTile.score_key_warps / 16;
   // A warp that has all queries of its keys computes them in parts, whose scores registers have room for.
   static constexpr int kWarpQueries = kQueries / (kWarps / kTile.score_key_warps);
-  static constexpr bool kFewScores = kHeadDim > 96 || (kHoldsValues && kHeadDim > 32);
+  static constexpr bool kFewScores = kHeadDim > 96 || (kHoldsValues && kHeadDim == 64);  // else registers spill
   static constexpr int kMostScoreTiles = (kFewScores ? 4 : kHeadDim > 32 ? 8 : 16) / kKeyTiles;
   static constexpr int kParts =
       kInRegisters && kWarpQueries > kMostScoreTiles * 8 ? kWarpQueries / (kMostScoreTiles * 8) : 1;
