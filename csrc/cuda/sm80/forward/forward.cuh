@@ -195,7 +195,7 @@ struct Forward {
       // The choice that spills least was found by experiment; OperandTile::Places has the reason.
       if (sizeof(T) == 2 && kHeadDim > 64) kHeadDim == 128 && !Dropping::kDrops ? places.recompute() : places.renew();
       Scores scores;
-      const auto begun = scoring.begin(*this, step);
+      const auto begun = scoring.begin(p, [&] { return bias_place(n); });
       score_product<RowTile>(scores, places, q_tile, tile_row(0), k_tile + stage, 0);
       if (kStages == 1) {
         ptx::cp_async_wait<0>();
@@ -213,10 +213,9 @@ struct Forward {
     }
   }
 
-  // The bias of this warp's scores in a step; recomputed rather than kept in registers.
-  template <class Bias>
-  __device__ Bias bias(const Step& step) const {
-    return Bias(p, head()->b, head()->h, mask(), ptx::opaque(row0) + tile_row(0), step.n * kKeys);
+  // Of this warp's scores against key tile n.
+  __device__ auto bias_place(int n) const {
+    return BiasPlace{head()->b, head()->h, mask(), ptx::opaque(row0) + tile_row(0), n * kKeys};
   }
   // The row of this lane's first score; recomputed as well.
   __device__ int score_row() const { return ptx::opaque(row0) + tile_row(0) + g(); }
@@ -225,7 +224,8 @@ struct Forward {
   template <class Begun>
   __device__ void weigh(Weights& weights, Scores& scores, const Step& step, const Begun& begun) {
     constexpr bool kDropEarly = sizeof(T) == 4 || kHeadDim == 144;  // takes fewer registers there
-    const auto& rule = scoring.make_logits(*this, scores, step, begun);
+    const auto place = [&] { return bias_place(step.n); };
+    const auto& rule = scoring.make_logits(p, score, scores, place, begun);
     if (step.masked) hide_keys<true, true>(scores, mask(), score_row(), step.n * kKeys + 2 * t());
     Visibility::hide(*this, step, scores);
 #pragma unroll
@@ -238,7 +238,7 @@ struct Forward {
             shrink[0] = factors[0], shrink[1] = factors[1];
           },
           [&](int r, float sum) { sums[r] = sum; });
-      scoring.add_centres(*this, step, i, scores[i], sums, shrink);
+      scoring.add_centres(p, place, i, scores[i], sums, shrink);
 #pragma unroll
       for (int k = 0; k < kSteps; ++k) weights[i][k] = Core::from_accumulators(scores[i], k);
       if (kDropEarly) drop(weights, i, step.n);

@@ -39,7 +39,7 @@ struct Jvp : ForwardConsumer<Jvp<T, kHeadDim, TileOfRow, Moves>> {
   static constexpr int kPanels = panels(kHeadDim);
   static constexpr int kScoreTiles = kKeys / 8, kOutTiles = kHeadDim / 8, kSteps = kKeys / 16;
   using Element = T;
-  using Visibility = ArithmeticVisibility<Jvp>;
+  using Visibility = ArithmeticVisibility;
   using KeyWalk = typename Visibility::Walk;
   using Tangents = PlainTangents;
   using Rule = Tangents::Rule;
@@ -148,7 +148,7 @@ struct Jvp : ForwardConsumer<Jvp<T, kHeadDim, TileOfRow, Moves>> {
     if (group == 0) this->pass_phase(kGroups - 1);
     for (Work work = receive_work(shared, &work_parity); work.exists(); work = receive_work(shared, &work_parity)) {
       start_tile(work);
-      if (Moves::kAny && work.sees_keys()) Visibility::compute_tile(*this, work, Nothing{});
+      if (Moves::kAny && work.sees_keys()) this->compute_tile(work, Nothing{});
       finish_tile(work);
     }
   }
@@ -171,7 +171,7 @@ struct Jvp : ForwardConsumer<Jvp<T, kHeadDim, TileOfRow, Moves>> {
     __syncwarp();
   }
 
-  // Visibility::compute_tile calls it, with the key tiles that this warpgroup sees.
+  // compute_tile calls it, with the key tiles that this warpgroup sees.
   __device__ __forceinline__ void compute_steps(const Work& work, KeyWalk& walk, Nothing) {
     const int& n = walk.n;
     const Mask32 mask = work.mask(p);
@@ -180,7 +180,7 @@ struct Jvp : ForwardConsumer<Jvp<T, kHeadDim, TileOfRow, Moves>> {
     const Limits unmasked{mask.keys_of(row + 15, row + 16).begin, mask.keys_of(row, row + 1).end};
     load_fragments(q_fragments, shared.q, warp_row);
     ptx::hold(q_fragments);
-    Visibility::await_keys(*this);
+    Visibility::await_keys(shared, k);
     this->await_phase();
     multiply_queries();
     this->pass_phase(group);
@@ -190,9 +190,9 @@ struct Jvp : ForwardConsumer<Jvp<T, kHeadDim, TileOfRow, Moves>> {
     weigh(work, n, unmasked);
     pack();
     if (n == work.last) this->clear_tail_of_values(work);
-    if (Visibility::has_next(*this, walk)) {
+    if (Visibility::has_next(shared, k, group, walk)) {
       for (Visibility::advance(walk);; Visibility::advance(walk)) {
-        Visibility::await_keys(*this);
+        Visibility::await_keys(shared, k);
         this->await_phase();
         multiply_queries();
         ptx::barrier_wait(&shared.v_full[v.stage], v.parity);
@@ -204,7 +204,7 @@ struct Jvp : ForwardConsumer<Jvp<T, kHeadDim, TileOfRow, Moves>> {
         weigh(work, n, unmasked);
         hold_scores();
         // The loop exits here, before the wait in end_values, for the reason that forward.cuh gives.
-        if (!Visibility::has_next(*this, walk)) break;
+        if (!Visibility::has_next(shared, k, group, walk)) break;
         end_values();
         pack();
       }
@@ -252,7 +252,7 @@ struct Jvp : ForwardConsumer<Jvp<T, kHeadDim, TileOfRow, Moves>> {
   // in flight.
   __device__ __forceinline__ void weigh(const Work& work, int n, const Limits& unmasked) {
     if constexpr (!Moves::kLogits) set_zero(tangents);
-    const auto& rule = Tangents::make_logits(*this, score_tile(), tangent_tile(), Nothing{});
+    const auto& rule = Tangents::make_logits(p, score, score_tile(), tangent_tile(), Nothing{});
     const int row = work.row0 + warp_row + g(), key0 = n * kKeys;
     if (key0 < unmasked.begin || key0 + kKeys > unmasked.end) {
       hide_keys<true, true>(score_tile(), work.mask(p), row, key0 + 2 * t());

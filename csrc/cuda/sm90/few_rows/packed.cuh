@@ -180,7 +180,7 @@ struct PackedForward : Forward<T, kHeadDim, kHeadDim, TileOfRow, PackedPolicies>
       work.row0 = (member < plan.group ? block % head_blocks * kBlockRows : work.length_q) - warp_row;
       set_zero(out);
       softmax.start(-infinity());
-      if (work.sees_keys()) Visibility::compute_tile(*this, work, generator);
+      if (work.sees_keys()) this->compute_tile(work, generator);
       if (slot >= 0) {
         float sink_shrink[2] = {1, 1};
         if (place.is_first && p.has_sink) softmax.end(head_sink(p, work.h), 1, sink_shrink);

@@ -43,7 +43,7 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
                        kWarps = kGroups * 4;  // kWarps: a team
   static constexpr int kPanels = panels(Operands::kColumns);
   static constexpr int kScoreTiles = kKeys / 8, kOutTiles = kHeadDimV / 8, kSteps = Operands::kSteps;
-  using Visibility = typename Policies::template Visibility<Forward, kGroups>;
+  using Visibility = typename Policies::template Visibility<kKeys, kGroups, kTile.teams()>;
   using Scores = typename Policies::template Scores<T, kKeys>;
   using Dropping = typename Policies::template Dropping<kSteps>;
   using Generator = typename Dropping::Generator;
@@ -210,15 +210,12 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
   }
   __device__ __forceinline__ int ping_pong() const { return kForwardPingPong + team * kGroups; }
 
-  // A step, as score policies take it, and the biases of this warp's scores in it.
-  struct Step {
-    const SeenWork& work;
-    int n;
-  };
-  template <class Bias>
-  __device__ __forceinline__ Bias bias(const Step& step) const {
-    const SeenWork& work = step.work;
-    return Bias(p, work.b, work.h, work.mask(p), work.row0 + warp_row, step.n * kKeys);
+  // Of this warp's scores against key tile n.
+  __device__ __forceinline__ auto bias_place(const SeenWork& work, int n) const {
+    return BiasPlace{work.b, work.h, work.mask(p), work.row0 + warp_row, n * kKeys};
+  }
+  __device__ __forceinline__ auto begin_scores(const SeenWork& work, int n) {
+    return scoring.begin(p, [&] { return bias_place(work, n); }, shared, warp_row);
   }
   // The scores as tiles of one row tile, as functions of all architectures take them.
   __device__ __forceinline__ auto& score_tile() { return reinterpret_cast<float (&)[1][kScoreTiles][4]>(scores); }
@@ -229,7 +226,7 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
     for (Work work = receive_work(shared, &work_parity); work.exists(); work = receive_work(shared, &work_parity)) {
       generator.start_tile(p, work.b);
       start_tile(work);
-      if (work.sees_keys()) Visibility::compute_tile(*this, work, generator);
+      if (work.sees_keys()) this->compute_tile(work, generator);
       finish_tile(work);
     }
     if constexpr (kStoresByTma) ptx::bulk_wait<0>();
@@ -242,12 +239,12 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
     // Keys that every row of the warp sees; tiles with other keys are masked.
     const Limits unmasked{mask.keys_of(row + 15, row + 16).begin, mask.keys_of(row, row + 1).end};
     if constexpr (Operands::kInTurn) return compute_steps_in_turn(work, walk, unmasked);
-    Visibility::await_keys(*this);
+    Visibility::await_keys(shared, k);
     this->await_phase();
     score_product<Operands::kColumns, uint64_t>(scores, shared.q, group * 64, shared.k[k.stage]);
     this->pass_phase(group);
-    const auto begun = scoring.begin(*this, Step{work, n});
-    Visibility::begin(*this, work, walk);
+    const auto begun = begin_scores(work, n);
+    Visibility::begin(shared, p, k, warp_row, walk);
     ptx::wgmma_wait<0>();
     ptx::hold(scores);
     this->end_keys(Visibility::is_last(walk));
@@ -258,16 +255,16 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
     if (Visibility::kResumes || Operands::kDefersRescaling) operands.rescale(out, shrink);
     pack_weights();
     if (n == work.last) this->clear_tail_of_values(work);
-    if (Visibility::has_next(*this, walk)) {
+    if (Visibility::has_next(shared, k, group, walk)) {
       for (Visibility::advance(walk);; Visibility::advance(walk)) {
-        Visibility::await_keys(*this);
+        Visibility::await_keys(shared, k);
         this->await_phase();
         score_product<Operands::kColumns, uint64_t>(scores, shared.q, group * 64, shared.k[k.stage]);
         ptx::barrier_wait(&shared.v_full[v.stage], v.parity);
         operands.accumulate(out, weights, shared.v[v.stage]);
         this->pass_phase(group);
-        const auto begun = scoring.begin(*this, Step{work, n});
-        Visibility::begin(*this, work, walk);
+        const auto begun = begin_scores(work, n);
+        Visibility::begin(shared, p, k, warp_row, walk);
         ptx::wgmma_wait<1>();
         ptx::hold(scores);
         this->end_keys(Visibility::is_last(walk));
@@ -278,7 +275,7 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
         ptx::hold(scores);
         // The loop exits here, before the wait in end_step: within one basic block the compiler would move the wait to
         // before the exponentials, and nothing would overlap the product of the values.
-        if (!Visibility::has_next(*this, walk)) break;
+        if (!Visibility::has_next(shared, k, group, walk)) break;
         end_step(n);
       }
       end_step(n);
@@ -292,12 +289,12 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
   // turns at the products with values instead of those for scores: then their softmaxes begin further apart.
   __device__ __forceinline__ void compute_steps_in_turn(const SeenWork& work, KeyWalk& walk, const Limits& unmasked) {
     for (;; Visibility::advance(walk)) {
-      Visibility::await_keys(*this);
+      Visibility::await_keys(shared, k);
       if constexpr (!kTurnsOfValues) this->await_phase();
       score_product<Operands::kColumns, uint64_t>(scores, shared.q, group * 64, shared.k[k.stage]);
       if constexpr (!kTurnsOfValues) this->pass_phase(group);
-      const auto begun = scoring.begin(*this, Step{work, walk.n});
-      Visibility::begin(*this, work, walk);
+      const auto begun = begin_scores(work, walk.n);
+      Visibility::begin(shared, p, k, warp_row, walk);
       ptx::wgmma_wait<0>();
       ptx::hold(scores);
       this->end_keys(Visibility::is_last(walk));
@@ -310,11 +307,11 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
       if constexpr (kTurnsOfValues) this->pass_phase(group);
       release(shared.v_empty[v.stage]);
       v.advance();
-      if (!Visibility::has_next(*this, walk)) return;
+      if (!Visibility::has_next(shared, k, group, walk)) return;
     }
   }
 
-  __device__ __forceinline__ void skip_more() { scoring.skip(*this); }
+  __device__ __forceinline__ void skip_more() { scoring.skip(shared); }
   __device__ __forceinline__ void clear_values(int rows, int thread, int threads) {
     clear_rows(shared.v[v.stage], rows, thread, threads);
   }
@@ -335,15 +332,15 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
   __device__ __forceinline__ void weigh(const SeenWork& work, const KeyWalk& walk, const Limits& unmasked,
                                         const Begun& begun) {
     const int row = work.row0 + warp_row + g(), key0 = walk.n * kKeys, key = key0 + 2 * t();
-    const Step step{work, walk.n};
-    const auto& rule = scoring.make_logits(*this, score_tile(), step, begun);
+    const auto place = [&] { return bias_place(work, walk.n); };
+    const auto& rule = scoring.make_logits(p, score, score_tile(), place, begun);
     const bool before = (key0 < unmasked.begin), after = (key0 + kKeys > unmasked.end);
     // One branch around both, because most tiles take neither.
     if (before || after) {
       if (before) hide_keys<true, false>(score_tile(), work.mask(p), row, key);
       if (after) hide_keys<false, true>(score_tile(), work.mask(p), row, key);
     }
-    Visibility::hide(*this, walk, row);
+    Visibility::hide(shared, p, warp_row, walk, score_tile(), row);
     const auto keep_shrink = [&](const float (&factors)[2]) {
       shrink[0] = factors[0];
       shrink[1] = factors[1];
@@ -357,7 +354,7 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
     } else {
       softmax.weigh(scores, rule, Operands::kTolerance, keep_shrink, keep_sum);
     }
-    scoring.add_centres(*this, step, 0, scores, sums, shrink);
+    scoring.add_centres(p, place, 0, scores, sums, shrink);
   }
 
   __device__ __forceinline__ void end_step(int n) {
@@ -379,7 +376,7 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
 
   __device__ __forceinline__ void finish_tile(const Work& work) {
     bool poisoned[2] = {false, false};
-    Visibility::take_poisoned(*this, poisoned);
+    Visibility::take_poisoned(shared, work_parity ^ 1, warp_row, poisoned);
 
     float sink_shrink[2] = {1, 1};
     if (p.has_sink) softmax.end(head_sink(p, work.h), Scores::kWeightScale, sink_shrink);
@@ -434,7 +431,7 @@ __device__ __forceinline__ void run_forward(const AttnParams& p, const typename 
     for (int team = 0; team < Kernel::kTeams; ++team) init_barriers<Kernel>(teams[team]);
     ptx::fence_barrier_init();
   }
-  for (int team = 0; team < Kernel::kTeams; ++team) Kernel::Visibility::clear(teams[team]);
+  for (int team = 0; team < Kernel::kTeams; ++team) Kernel::Visibility::clear(teams[team], Kernel::kThreads);
   ptx::wait_for_previous_kernel();
   __syncthreads();
   typename Kernel::Shared& in_memory = teams[Kernel::team_of_warp(static_cast<int>(threadIdx.x) / 32)];

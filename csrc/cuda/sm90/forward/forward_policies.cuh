@@ -23,8 +23,8 @@ using NoChunks = ChunksApart<ForwardWork>;
 // kMasks: whether calls may have a Mask, or have a BlockMask; kLists: whether they have a BlockMask.
 struct PlainPolicies {
   static constexpr bool kMasks = false, kLists = false;
-  template <class Kernel, int kGroups>
-  using Visibility = ArithmeticVisibility<Kernel>;
+  template <int kKeys, int kGroups, int kTeams>
+  using Visibility = ArithmeticVisibility;
   template <class T, int kKeys>
   using Scores = WithoutBiasTiles<PlainScores>;
   template <int kSteps>
@@ -46,14 +46,14 @@ struct ForwardPolicies<kDropout> : PlainPolicies {
 template <>
 struct ForwardPolicies<kIntervals> : PlainPolicies {
   static constexpr bool kMasks = true;
-  template <class Kernel, int kGroups>
-  using Visibility = IntervalVisibility<Kernel, kGroups>;
+  template <int kKeys, int kGroups, int kTeams>
+  using Visibility = IntervalVisibility<kGroups>;
 };
 template <>
 struct ForwardPolicies<kBlocks> : PlainPolicies {
   static constexpr bool kMasks = true, kLists = true;
-  template <class Kernel, int kGroups>
-  using Visibility = BlockVisibility<Kernel>;
+  template <int kKeys, int kGroups, int kTeams>
+  using Visibility = BlockVisibility<kKeys, kTeams>;
 };
 template <>
 struct ForwardPolicies<kScores> : PlainPolicies {
@@ -73,15 +73,15 @@ struct ForwardPolicies<kFp8Scores> : PlainPolicies {
 template <>
 struct ForwardPolicies<kFp8General> : ForwardPolicies<kFp8Scores> {
   static constexpr bool kMasks = true;
-  template <class Kernel, int kGroups>
-  using Visibility = IntervalVisibility<Kernel, kGroups>;
+  template <int kKeys, int kGroups, int kTeams>
+  using Visibility = IntervalVisibility<kGroups>;
 };
 template <>
 struct ForwardPolicies<kUnlisted> {
   static constexpr bool kTailsOfCaches = false;
   static constexpr bool kMasks = true, kLists = false;
-  template <class Kernel, int kGroups>
-  using Visibility = IntervalVisibility<Kernel, kGroups>;
+  template <int kKeys, int kGroups, int kTeams>
+  using Visibility = IntervalVisibility<kGroups>;
   template <class T, int kKeys>
   using Scores = WithoutBiasTiles<GeneralScores<T, 1, kKeys>>;
   template <int kSteps>

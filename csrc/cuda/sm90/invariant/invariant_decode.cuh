@@ -68,9 +68,9 @@ struct ChunkedForward : Forward<T, kHeadDim, kHeadDim, TileOfRow, Policies, Chun
                                                 ChunkSum (&sums)[2]) {
     set_zero(this->out);
     this->softmax.start(-infinity());
-    if (work.sees_keys()) Base::Visibility::compute_tile(static_cast<Base&>(*this), work, generator);
+    if (work.sees_keys()) this->compute_tile(work, generator);
     bool poisoned[2] = {false, false};
-    Base::Visibility::take_poisoned(*this, poisoned);
+    Base::Visibility::take_poisoned(this->shared, this->work_parity ^ 1, this->warp_row, poisoned);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       sums[r] = {this->softmax.max[r], this->softmax.total(r)};
