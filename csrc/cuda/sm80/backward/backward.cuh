@@ -31,7 +31,7 @@ struct BackwardTypes {
   using Visibility = typename Policies::template Visibility<Kernel>;
   using Dropping = typename Policies::Dropping;
   using Shape = KeyTileShape<T, kHeadDim, BackwardSizes<T, kHeadDim, kOptions, kShared>>;
-  using Gradients = typename Policies::template Gradients<Kernel, T, Shape::kKeyTiles, Shape::kScoreTiles>;
+  using Gradients = typename Policies::template Gradients<T, Shape::kKeyTiles, Shape::kScoreTiles>;
   using Workspace = typename Gradients::Workspace;
 };
 
@@ -86,7 +86,7 @@ struct Backward : BackwardBase<T, kHeadDimension, kOptions, kShared> {
                                         static_cast<int>(p.head_dim_v));
   }
   __device__ void isolate_keys() const { Visibility::isolate_keys(*this); }
-  __device__ void end_head(int h) { gradients.end_head(*this, h); }
+  __device__ void end_head(int h) { Base::end_head(gradients, h); }
 
   __device__ void use_stage(int stage) {
     q_tile = reinterpret_cast<T*>(stages + stage * kStageBytes);
@@ -119,7 +119,7 @@ struct Backward : BackwardBase<T, kHeadDimension, kOptions, kShared> {
         lse[i] = i < rows ? workspace.lse[index + i] : infinity();
       }
       delta[i] = i < rows ? workspace.delta[index + i] : 0.f;
-      gradients.load_row(*this, i, h, row + i, i < rows);
+      gradients.load_row(delta + kQueries, i, p, b, h, row + i, i < rows);
     }
   }
 
@@ -184,8 +184,9 @@ struct Backward : BackwardBase<T, kHeadDimension, kOptions, kShared> {
     if constexpr (kMasked) {
       seen_by = Visibility::template seen_by<kKeyTiles, kScoreTiles>(*this, now, row, key);
     }
-    clear_rows_of_marked(*this, dscores);
-    gradients.template weigh_and_differentiate<kMasked>(*this, now.h, row0, weights, dscores, seen_by, dropping);
+    clear_rows_of_marked((kTwoWords ? log2_sum : lse) + score_query(), dscores);
+    gradients.template weigh_and_differentiate<kMasked, kTwoWords>(this->step_of(now.h, row0, lse, log2_sum, delta),
+                                                                   weights, dscores, seen_by, dropping);
   }
 };
 

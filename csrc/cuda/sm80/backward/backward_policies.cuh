@@ -12,8 +12,8 @@ namespace flashattn_ext::sm80 {
 struct PlainBackwardPolicies {
   template <class Kernel>
   using Visibility = ArithmeticQueries<Kernel>;
-  template <class Kernel, class T, int kKeyTiles, int kQueryTiles>
-  using Gradients = PlainGradients<Kernel>;
+  template <class T, int kKeyTiles, int kQueryTiles>
+  using Gradients = PlainGradients;
   using Dropping = NoDropout;
 };
 
@@ -34,8 +34,8 @@ template <>
 struct BackwardPolicies<kGeneral> {
   template <class Kernel>
   using Visibility = MaskQueries<Kernel>;
-  template <class Kernel, class T, int kKeyTiles, int kQueryTiles>
-  using Gradients = GeneralGradients<Kernel, T, kKeyTiles, kQueryTiles>;
+  template <class T, int kKeyTiles, int kQueryTiles>
+  using Gradients = GeneralGradients<T, kKeyTiles, kQueryTiles>;
   using Dropping = OptionalDropout;
 };
 

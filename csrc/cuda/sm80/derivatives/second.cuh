@@ -128,7 +128,7 @@ struct Second : SecondBase<T, kHeadDimension, kOptions, kLarge> {
       tlse[i] = exists ? *row_statistic(p.tangents.lse, b, h, row + i) : 0.f;
     }
   }
-  __device__ void end_head(int h) { gradients.end_head(*this, h); }
+  __device__ void end_head(int h) { Base::end_head(gradients, h); }
 
   __device__ void compute_step(int step, const QueryTile& now, bool more, const Walk& walk) {
     if (kHeadDim > 64) this->recompute_places();
@@ -177,19 +177,22 @@ struct Second : SecondBase<T, kHeadDimension, kOptions, kLarge> {
     if (p.tangents.v.data) {
       add_score_product<RowTile>(of_values, places, tv_tile, score_key(0), dout_tile, score_query());
     }
-    if constexpr (!kTwoWords) subtract_words_of_marked<false>(*this, x, workspace.score, h, row0);
+    const auto step = this->step_of(h, row0, lse, log2_sum, delta);
+    if constexpr (!kTwoWords) subtract_words_of_marked<false>(step, x, workspace.score);
     const int key = first_score_key(), row = row0 + score_query();
     typename Dropping::template Columns<kKeyTiles> dropping(p, b, h, key, row);
     typename Visibility::template SeenBy<kKeyTiles, kScoreTiles> seen_by;
     if constexpr (kMasked) {
       seen_by = Visibility::template seen_by<kKeyTiles, kScoreTiles>(*this, now, row, key);
     }
-    clear_rows_of_marked(*this, dp);
-    clear_rows_of_marked(*this, of_values);
-    gradients.template differentiate_twice<kMasked>(*this, h, row0, x, tangents, dp, of_values, seen_by, dropping);
+    const float* const marks = (kTwoWords ? log2_sum : lse) + score_query();
+    clear_rows_of_marked(marks, dp);
+    clear_rows_of_marked(marks, of_values);
+    const SecondRows rows{lse, log2_sum, delta, r, tlse};
+    gradients.template differentiate_twice<kMasked>(step, rows, x, tangents, dp, of_values, seen_by, dropping);
     // The tangent of a row's only logit is that of lse.
-    clear_rows_of_marked(*this, x);
-    clear_rows_of_marked(*this, dp);
+    clear_rows_of_marked(marks, x);
+    clear_rows_of_marked(marks, dp);
     store_scores(weight_tile, x);
     store_scores(t_tile, tangents);
     store_scores(f_tile, dp);

@@ -126,6 +126,8 @@ struct Backward : PingPong {
     Visibility::template init<kInspectors>(shared);
   }
 
+  using Adder = std::conditional_t<Gradients::kHasBias, BiasGradientAdder<Backward>, DqAdder<Backward>>;
+
   // The producer warpgroup: one warp loads, one adds dq to the workspace (two with a bias), and the last two inspect
   // values that a Mask or a BlockMask may hide. It gives registers to the two consumer warpgroups.
   static __device__ void run(Shared& shared, const AttnGradParams& p, const Workspace& workspace, const Maps& maps,
@@ -134,7 +136,7 @@ struct Backward : PingPong {
       ptx::give_registers<kBackwardRegisters.producer>();
       const int warp = uniform(static_cast<int>(threadIdx.x) / 32);
       if (warp >= 1 && warp <= Gradients::kAdders) {
-        typename Gradients::template Adder<Backward>(shared, p, workspace, maps, warp - 1).add_tiles();
+        Adder(shared, p, workspace, maps, warp - 1).add_tiles();
       } else {
         load_or_inspect<Backward>(shared, p, workspace, maps, grid);
       }
@@ -156,7 +158,7 @@ struct Backward : PingPong {
   RingPosition<kWorkStages> works;
   RingPosition<kKeyStages> keys;
   RingPosition<kStages> queries;  // the stage whose scores were computed last
-  int has_marks = 0;              // note_marks
+  int has_marks = 0;              // BackwardStep
   std::conditional_t<kDoutApart, RingPosition<kDoutStages>, Nothing> douts;
   std::conditional_t<kApart, RingPosition<kDscoreBuffers>, Nothing> buffers;
   int buffer = 0;  // index into shared.dscores of the buffer written last
@@ -175,6 +177,9 @@ struct Backward : PingPong {
 
   static __device__ __forceinline__ int thread() { return threadIdx.x % kGroupThreads; }  // index in the warpgroup
   __device__ __forceinline__ int value_stage() const { return keys.stage; }
+  __device__ __forceinline__ auto this_step() const {
+    return BackwardStep<Shared, Workspace>{p, workspace, shared, queries.stage, has_marks, group, warp_key};
+  }
   __device__ __forceinline__ void compute_tiles() {
     if (group == 1) pass_phase();
     for (;; works.advance()) {
@@ -192,7 +197,7 @@ struct Backward : PingPong {
           walk_queries(work);
         }
       }
-      Heads::finish_tile(*this, work);
+      Heads::template finish_tile<T, Layout>(p, workspace, work, warp_key, dk, dv);
       ptx::barrier_arrive(&shared.work_empty[works.stage]);
     }
   }
@@ -218,10 +223,10 @@ struct Backward : PingPong {
     publish_drawn();
     await_phase();
     score_product<kHeadDim>(scores, shared.k[keys.stage], group * 64, shared.q[queries.stage]);
-    note_marks(*this);
+    has_marks = shared.has_marks[queries.stage];
     pass_phase();
     draw_next(work, now);
-    const auto begun = gradients.begin(*this, work, now);
+    const auto begun = gradients.begin(this_step(), work, now);
     ptx::wgmma_wait<0>();
     ptx::hold(scores);
     weigh(scores, work, now, unmasked, begun);
@@ -239,14 +244,14 @@ struct Backward : PingPong {
       query_product(dq, 1);
       ptx::wgmma_wait<1>();
       score_product<kHeadDim>(scores, shared.k[keys.stage], group * 64, shared.q[queries.stage]);
-      note_marks(*this);
+      has_marks = shared.has_marks[queries.stage];
       ptx::wgmma_wait<1>();
       ptx::hold(dq);
       pass_phase();
       stage_dq(shared.part_of(group), dq, group);
       if (!passes_dq_late()) pass_dq(group);
       draw_next(work, now);
-      const auto begun = gradients.begin(*this, work, now);
+      const auto begun = gradients.begin(this_step(), work, now);
       ptx::wgmma_wait<0>();
       ptx::hold(scores);
       ptx::barrier_arrive(&shared.queries_empty[stage]);
@@ -323,7 +328,7 @@ struct Backward : PingPong {
     ptx::barrier_wait(&shared.q_full[queries.stage], queries.parity);
     await_phase();
     score_product<kHeadDim>(scores, shared.k[keys.stage], group * 64, shared.q[queries.stage]);
-    note_marks(*this);
+    has_marks = shared.has_marks[queries.stage];
     pass_phase();
     if (has_dq) pass_dq(group);
     ptx::wgmma_wait<0>();
@@ -356,7 +361,8 @@ struct Backward : PingPong {
     pass_phase();
     ptx::wgmma_wait<1>();
     ptx::hold(dscores);
-    gradients.differentiate(*this, dscores, work, now, is_masked_step<Backward>(unmasked, now));
+    gradients.differentiate(dscores, weights, this_step(), work, now,
+                            is_masked_step<Visibility, Scores>(unmasked, now));
     pack_scores<T>(packed, dscores);
     buffer = buffer == kDscoreBuffers - 1 ? 0 : buffer + 1;
     store_panels(shared.dscores[buffer], warp_key, packed);
@@ -367,7 +373,7 @@ struct Backward : PingPong {
       ptx::barrier_arrive(&shared.dout_empty[at.stage]);
       at.advance();
     }
-    gradients.store_bias_gradient(*this, dscores, packed);
+    gradients.store_bias_gradient(this_step(), dscores, packed);
   }
 
   // This warpgroup's part of dq = dS K, for this step (lag 0) or the step before (lag 1).
@@ -394,7 +400,7 @@ struct Backward : PingPong {
   template <class Begun>
   __device__ __forceinline__ void weigh(float (&scores)[kQueries / 8][4], const Work& work, const Walk& now,
                                         const Limits& unmasked, const Begun& begun) {
-    gradients.weigh(*this, scores, work, now, is_masked_step<Backward>(unmasked, now), begun);
+    gradients.weigh(weights, scores, this_step(), work, now, is_masked_step<Visibility, Scores>(unmasked, now), begun);
     drop_weights();
   }
   __device__ __forceinline__ void drop_weights() {

@@ -83,7 +83,7 @@ struct HeadBackward : PingPong {
   RingPosition<kKeyStages> keys;
   RingPosition<kValueStages> values;
   RingPosition<kStages> queries;
-  int has_marks = 0;  // note_marks
+  int has_marks = 0;  // BackwardStep
   RingPosition<kDscoreBuffers> buffers;
   float dk[kHeadDim / 8][4], dv[kHeadDim / 8][4];
   typename Scores::Packed weights;
@@ -96,6 +96,9 @@ struct HeadBackward : PingPong {
         warp_key(uniform(static_cast<int>(threadIdx.x) / 32 - 4) * 16) {}
 
   __device__ __forceinline__ int value_stage() const { return values.stage; }
+  __device__ __forceinline__ auto this_step() const {
+    return BackwardStep<Shared, Workspace>{p, workspace, shared, queries.stage, has_marks, group, warp_key};
+  }
   __device__ __forceinline__ auto& kept_weights(typename Scores::Packed&) { return weights; }
   // Writes dk and dv, which ends the key tile.
   __device__ __forceinline__ void store(const Work& work) {

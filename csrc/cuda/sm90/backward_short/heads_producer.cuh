@@ -85,7 +85,7 @@ struct HeadLoader {
       work.met_from = workspace.query_tiles;
       for (work.n = grid.blocks - 1; work.n >= 0; --work.n) {
         work.key0 = work.n * Kernel::kKeys;
-        const Limits rows = queries_of_tile<Kernel>(p, work, work.n);
+        const Limits rows = queries_of_tile<typename Kernel::Visibility, Kernel::kKeys>(p, work, work.n);
         work.first = rows.begin / kQueries;
         work.tiles = rows.end > rows.begin ? (rows.end - 1) / kQueries + 1 - work.first : 0;
         const Work& published = publish(work);

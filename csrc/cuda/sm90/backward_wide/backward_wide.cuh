@@ -149,7 +149,7 @@ struct WideBackward {
     RingPosition<kWorkStages> works;
     RingPosition<kKeyStages> keys;
     RingPosition<kStages> queries;
-    int has_marks = 0;  // note_marks
+    int has_marks = 0;  // BackwardStep
     std::conditional_t<kPaired, RingPosition<kDoutStages>, Nothing> own_douts;
     RingPosition<kBuffers> weights_at, dscores_at;
     uint32_t parts_parity = 0;  // parity of OtherPart's barrier
@@ -163,6 +163,9 @@ struct WideBackward {
           warp_key(uniform(static_cast<int>(threadIdx.x) / 32 % kGroupWarps) * 16) {}
 
     static __device__ __forceinline__ int thread() { return threadIdx.x % kGroupThreads; }
+    __device__ __forceinline__ auto this_step() const {
+      return BackwardStep<Shared, BackwardWorkspace>{p, workspace, shared, queries.stage, has_marks, group, warp_key};
+    }
     __device__ __forceinline__ const Work* receive() { return receive_work(shared, works); }
     __device__ __forceinline__ void end_work() {
       ptx::barrier_arrive(&shared.work_empty[works.stage]);
@@ -259,18 +262,18 @@ struct WideBackward {
       float scores[kQueries / 8][4];
       Visibility::await(shared.q_full, shared.queries_inspected, queries);
       score_product<kColumns>(scores, shared.k[keys.stage], 0, shared.q[queries.stage]);
-      note_marks(*this);
+      this->has_marks = shared.has_marks[queries.stage];
       const int row0 = now.m * kQueries, key = this->own_key(work) + warp_key;
       Dropping::template draw<Scores>(shared.kept, kept_buffer, philox, p, work.b, now.h, work.key0, row0);
       ptx::wgmma_wait<0>();
       ptx::hold(scores);
       if constexpr (kSplitsColumns) shared.score_parts[0].exchange(scores, &this->parts_parity);
       const auto prepare = [&] {
-        subtract_words_of_step(*this, scores, workspace.score, work.b, now.h, row0);
+        this->this_step().subtract_words(scores, workspace.score, work.b, now.h, row0);
         return visible(p, work, now.h);
       };
       Scores::weigh(weights, scores, workspace.score, shared.lse[queries.stage],
-                    is_rare(*this, Scores::is_masked(unmasked, row0)), prepare, row0, key);
+                    this->this_step().is_rare(Scores::is_masked(unmasked, row0)), prepare, row0, key);
       if (Dropping::kDrops) {
         // The other buffer is free for the next step: all warps have passed this barrier since they read it.
         ptx::named_barrier_sync(kWideGroup + this->group - 1, kGroupThreads);
@@ -358,7 +361,8 @@ struct WideBackward {
                                                const Limits& unmasked) {
       typename Scores::Packed weights;
       ptx::barrier_wait(&shared.weights_full[weights_at.stage], weights_at.parity);
-      note_marks(*this);  // the first warpgroup has waited for the queries, with which they come
+      this->has_marks =
+          shared.has_marks[queries.stage];  // the first warpgroup has waited for the queries, with which they come
 #pragma unroll
       for (int step = 0; step < kQueries / 16; ++step) {
         const uint4 x = shared.weights[weights_at.stage][step][this->thread()];
@@ -368,8 +372,8 @@ struct WideBackward {
       weights_at.advance();
       Visibility::await(shared.q_full, shared.queries_inspected, queries);
       Scores::differentiate(dscores, weights, workspace.score, shared.delta[queries.stage],
-                            is_rare(*this, Scores::is_masked(unmasked, now.m * kQueries)),
-                            [&] { clear_rows_of_step(*this, dscores); });
+                            this->this_step().is_rare(Scores::is_masked(unmasked, now.m * kQueries)),
+                            [&] { this->this_step().clear_rows(dscores); });
       pack_scores<T>(weights, dscores);
       ptx::barrier_wait(&shared.dscores_empty[dscores_at.stage], dscores_at.parity ^ 1);
       store_panels(shared.dscores[dscores_at.stage], warp_key, weights);

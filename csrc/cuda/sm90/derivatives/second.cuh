@@ -56,7 +56,7 @@ struct Second : SecondConsumer<Second<T, kHeadDim, kOptions, kHeadDimV, Tangents
   RingPosition<kWorkStages> works;
   uint32_t key_parity = 0;
   RingPosition<kStages> queries;  // the stage whose scores were computed last
-  int has_marks = 0;              // note_marks
+  int has_marks = 0;              // BackwardStep
   float dk[kColumnTiles][4], dv[kColumnTiles][4], dq[kDqTiles][4];
   uint32_t k_fragments[kHeadDim / 16][4];
   Scores x, tangents, dp, b;                                                // in the order of PlainSecond
@@ -69,6 +69,9 @@ struct Second : SecondConsumer<Second<T, kHeadDim, kOptions, kHeadDimV, Tangents
         group(group),
         warp_key(uniform(static_cast<int>(threadIdx.x) / 32 % 4) * 16) {}
 
+  __device__ __forceinline__ auto this_step() const {
+    return BackwardStep<Shared, Workspace>{p, workspace, shared, queries.stage, has_marks, group, warp_key};
+  }
   __device__ __forceinline__ void write_keys(const Work& work) const {
     const int column = group * kOwnColumns;
     store_keys<T>(p.dk, work, work.key0 + warp_key, dk, workspace.gradient_scale, p.head_dim, column);
@@ -135,7 +138,7 @@ struct Second : SecondConsumer<Second<T, kHeadDim, kOptions, kHeadDimV, Tangents
     issue_score_product<kHeadDim>(dp, shared.v[0], 0, shared.dout[stage], false, query);
     if constexpr (Moves::kV) issue_score_product<kHeadDim>(b, shared.tv[0], 0, shared.dout[stage], false, query);
     ptx::wgmma_commit();
-    note_marks(*this);
+    has_marks = shared.has_marks[queries.stage];
   }
   __device__ __forceinline__ void hold_scores() {
     ptx::hold(x);
@@ -176,11 +179,11 @@ struct Second : SecondConsumer<Second<T, kHeadDim, kOptions, kHeadDimV, Tangents
   __device__ __forceinline__ void differentiate(const Work& work, const Walk& now, const Limits& unmasked) {
     hold_scores();
     const int query = group * kOwnQueries, row0 = now.m * kQueries + query;
-    subtract_words_of_step(*this, x, workspace.score, work.b, now.h, row0, query);
-    clear_rows_of_step(*this, dp, query);
+    this_step().subtract_words(x, workspace.score, work.b, now.h, row0, query);
+    this_step().clear_rows(dp, query);
     SecondStep<Second, kScoreTiles>(workspace, shared, queries.stage, query)
         .run(x, tangents, dp, b, Masking::is_masked(unmasked, row0), work.mask(p), row0, work.key0 + warp_key + g());
-    clear_moved_rows_of_step(*this, x, dp, query);
+    clear_moved_rows(this_step(), x, dp, query);
     pack_scores<T>(of_values, x);
     pack_scores<T>(t_scores, tangents);
     pack_scores<T>(f_scores, dp);

@@ -77,7 +77,7 @@ struct SecondApart : PingPong, SecondConsumer<SecondApart<T, kHeadDim, kOptions,
   RingPosition<kWorkStages> works;
   uint32_t key_parity = 0;
   RingPosition<kStages> queries;  // the stage whose scores were computed last
-  int has_marks = 0;              // note_marks
+  int has_marks = 0;              // BackwardStep
   float dk[kTiles][4], dv[kTiles][4];
   Packed of_values;  // the weights of dv
 
@@ -92,6 +92,9 @@ struct SecondApart : PingPong, SecondConsumer<SecondApart<T, kHeadDim, kOptions,
   __device__ __forceinline__ void compute_tiles() {
     if (group == 1) pass_phase();
     SecondConsumer<SecondApart>::compute_tiles();
+  }
+  __device__ __forceinline__ auto this_step() const {
+    return BackwardStep<Shared, Workspace>{p, workspace, shared, queries.stage, has_marks, group, warp_key};
   }
   __device__ __forceinline__ void write_keys(const Work& work) const {
     const int key = work.key0 + group * 64 + warp_key;
@@ -176,7 +179,7 @@ struct SecondApart : PingPong, SecondConsumer<SecondApart<T, kHeadDim, kOptions,
     issue_score_product<kHeadDim>(dp, shared.v[0], group * 64, shared.dout[stage]);
     if constexpr (Moves::kV) issue_score_product<kHeadDim>(b, shared.tv[0], group * 64, shared.dout[stage]);
     ptx::wgmma_commit();
-    note_marks(*this);
+    has_marks = shared.has_marks[queries.stage];
   }
   // The products of the gradients, of the step whose scores `differentiate` has left: one group.
   __device__ __forceinline__ void multiply_gradients(Dq& dq, int stage) {
@@ -210,12 +213,12 @@ struct SecondApart : PingPong, SecondConsumer<SecondApart<T, kHeadDim, kOptions,
     ptx::wgmma_wait<0>();
     for (Scores* scores : {&x, &tangents, &dp, &b}) ptx::hold(*scores);
     const int row0 = now.m * kQueries;
-    subtract_words_of_step(*this, x, workspace.score, work.b, now.h, row0);
-    clear_rows_of_step(*this, dp);
+    this_step().subtract_words(x, workspace.score, work.b, now.h, row0);
+    this_step().clear_rows(dp);
     SecondStep<SecondApart, kTiles>(workspace, shared, queries.stage, 0)
         .run(x, tangents, dp, b, Masking::is_masked(unmasked, row0), work.mask(p), row0,
              work.key0 + group * 64 + warp_key + g());
-    clear_moved_rows_of_step(*this, x, dp, 0);
+    clear_moved_rows(this_step(), x, dp, 0);
     pack_scores<T>(of_values, x);
     Packed packed;
     if constexpr (Moves::kLogits) {

@@ -27,8 +27,6 @@ struct SecondGradients {
   using Maps = SecondMaps;
   static constexpr int kCopies = Moves::kQ ? 2 : 1, kAdders = 1;
   static constexpr bool kHasBias = false, kHasCentres = false, kBatchesTogether = false;
-  template <class Kernel>
-  using Adder = DqAdder<Kernel>;
 
   static void set_more_maps(const SecondParams& p, Maps* maps, int queries, int keys) {
     const AttnParams& tangents = p.tangents;
@@ -85,11 +83,11 @@ struct SecondShared {
 };
 
 // F and the weights of dv of rows with one weight become 0: the tangent of a row's only logit is that of lse.
-template <class Kernel, int N>
-__device__ __forceinline__ void clear_moved_rows_of_step(const Kernel& kernel, float (&of_values)[N][4],
-                                                         float (&f)[N][4], int query) {
-  clear_rows_of_step(kernel, of_values, query);
-  clear_rows_of_step(kernel, f, query);
+template <class Step, int N>
+__device__ __forceinline__ void clear_moved_rows(const Step& step, float (&of_values)[N][4], float (&f)[N][4],
+                                                 int query) {
+  step.clear_rows(of_values, query);
+  step.clear_rows(f, query);
 }
 
 // The arithmetic of a lane on the scores of a step, transposed: rows are keys, columns the step's queries from `query`
@@ -99,12 +97,11 @@ template <class Kernel, int kTiles>
 struct SecondStep {
   using Moves = typename Kernel::Moves;
   using Scores = float[kTiles][4];
-  static constexpr int kScoreTiles = kTiles;
 
-  // What PlainSecond takes for a kernel, and for dropout.
+  // What PlainSecond takes for a step, and for dropout.
   const typename Kernel::Workspace& workspace;
-  const float *lse, *delta, *r, *tlse;
-  static __device__ __forceinline__ int score_query() { return 0; }
+  const SecondRows rows;
+  static constexpr int query = 0;
   struct KeepsAll {
     __device__ __forceinline__ void draw(int) {}
     __device__ __forceinline__ bool keeps(int, int, int) const { return true; }
@@ -113,10 +110,8 @@ struct SecondStep {
   __device__ __forceinline__ SecondStep(const typename Kernel::Workspace& workspace,
                                         const typename Kernel::Shared& shared, int stage, int query)
       : workspace(workspace),
-        lse(shared.lse[stage] + query),
-        delta(shared.delta[stage] + query),
-        r(shared.r[stage] + query),
-        tlse(shared.tlse[stage] + query) {}
+        rows{shared.lse[stage] + query, nullptr, shared.delta[stage] + query, shared.r[stage] + query,
+             shared.tlse[stage] + query} {}
 
   // row0, key: the first query, and the lane's first key.
   __device__ __forceinline__ void run(Scores& x, Scores& tangents, Scores& dp, Scores& b, bool is_masked,
@@ -136,7 +131,7 @@ struct SecondStep {
                                                       const SeenBy<1>& seen_by) const {
     using Tile = float[1][kTiles][4];
     KeepsAll dropping;
-    PlainSecond().template differentiate_twice<kMasked>(*this, 0, 0, reinterpret_cast<Tile&>(x),
+    PlainSecond().template differentiate_twice<kMasked>(*this, rows, reinterpret_cast<Tile&>(x),
                                                         reinterpret_cast<Tile&>(tangents), reinterpret_cast<Tile&>(dp),
                                                         reinterpret_cast<Tile&>(b), seen_by, dropping);
   }

@@ -10,7 +10,8 @@
 //   clip(p, work, rows, key, end)
 //                            the producer warp: those of `rows`, which causal and window leave, that see any of the
 //                            keys
-//   describe(...)            the producer warp: fills in what Work has besides BackwardWork
+//   describe<Scores, kKeys>(p, work, to)
+//                            the producer warp: fills in what Work has besides BackwardWork
 //   inspect(shared, p, warp) the other warps of the producer warpgroup
 //   await(full, inspected, at)
 //                            waits until a stage (keys, values, queries or output gradients) has arrived and has been
@@ -47,7 +48,7 @@ struct ArithmeticQueries {
   static __device__ __forceinline__ Limits clip(const AttnParams&, const BackwardWork&, const Limits& rows, int, int) {
     return rows;
   }
-  template <class Kernel>
+  template <class Scores, int kKeys>
   static __device__ __forceinline__ void describe(const AttnParams&, const BackwardWork&, Work&) {}
   template <class Kernel, class Shared>
   static __device__ __forceinline__ void inspect(Shared&, const AttnGradParams&, int) {}
@@ -199,7 +200,7 @@ struct IntervalQueries {
                                                 int key, int end) {
     return clipped(rows, key_extremes(p, work).template of_tile<32>(key, end));
   }
-  template <class Kernel>
+  template <class Scores, int kKeys>
   static __device__ __forceinline__ void describe(const AttnParams& p, const BackwardWork& work, Work& to) {
     const int lane = threadIdx.x % 32;
     if (lane == 0) to.pairs = IntervalPairs(p, work.b, work.hk, work.key_start);
@@ -208,11 +209,10 @@ struct IntervalQueries {
     // No branch around warp-collective code: otherwise the compiler gives up uniform registers in this warp. Keys after
     // the last of the sequence are masked for every row, whatever this computes.
 #pragma unroll
-    for (int i = 0; i < Kernel::kKeys / 64; ++i) {
+    for (int i = 0; i < kKeys / 64; ++i) {
       const int key = work.key0 + i * 64, first = min(key, work.length_k - 1);
       const IntervalExtremes keys = extremes.of_granules<32>(first, min(key + 64, work.length_k));
-      const Limits unmasked =
-          clipped_to_all(Kernel::Scores::unmasked_queries(p, work.mask(p), key, 64), keys, work.length_q);
+      const Limits unmasked = clipped_to_all(Scores::unmasked_queries(p, work.mask(p), key, 64), keys, work.length_q);
       whole = clipped_to_all(whole, keys, work.length_q);
       if (lane == 0) to.unmasked[i] = unmasked;
     }
