@@ -10,8 +10,7 @@
 
 #include "cuda/sm80/backward/backward_policies.cuh"
 #include "cuda/sm80/shared/key_tile.cuh"
-#include "cuda/stages/bias_finish.h"
-#include "cuda/stages/few_keys_delta.h"
+#include "cuda/stages/backward_stages.h"
 
 namespace flashattn_ext::sm80 {
 

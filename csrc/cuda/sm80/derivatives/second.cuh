@@ -13,7 +13,7 @@
 #include "cuda/score/large_rows.cuh"
 #include "cuda/sm80/derivatives/derivative_policies.cuh"
 #include "cuda/sm80/shared/key_tile.cuh"
-#include "cuda/stages/bias_finish.h"
+#include "cuda/stages/backward_stages.h"
 #include "cuda/stages/second_workspace.cuh"
 
 namespace flashattn_ext::sm80 {

@@ -14,7 +14,7 @@
 #include "cuda/score/tangent_policy.cuh"
 #include "cuda/score/tangent_rows.cuh"
 #include "cuda/sm90/derivatives/moving.cuh"
-#include "cuda/sm90/forward/visibility_policy.cuh"
+#include "cuda/sm90/shared/arithmetic_visibility.cuh"
 #include "cuda/sm90/shared/forward_consumer.cuh"
 #include "cuda/sm90/shared/forward_work.cuh"
 #include "cuda/sm90/shared/named_barriers.h"

@@ -441,6 +441,7 @@ __device__ __forceinline__ void run_forward(const AttnParams& p, const typename 
   if (threadIdx.x < kGroupThreads) {
     ptx::give_registers<Kernel::kRegisters.producer>();
     Kernel::Visibility::template load<Kernel>(shared, p, maps, grid);
+    if constexpr (Kernel::kTransposers) transpose_values<Kernel>(shared);
   } else {
     ptx::take_registers<Kernel::kRegisters.consumer>();
     Kernel kernel(shared, p, score, uniform(static_cast<int>(threadIdx.x) / kGroupThreads) - 1, others...);

@@ -4,8 +4,8 @@
 #pragma once
 
 #include "cuda/host/tensor_map.h"
+#include "cuda/score/block_mask.cuh"
 #include "cuda/sm90/forward/forward_mask.cuh"
-#include "cuda/sm90/shared/block_runs.cuh"
 #include "cuda/stages/tile_order.cuh"
 #include "cuda/tile/ring.cuh"
 #include "cuda/tile/warp.cuh"

@@ -5,6 +5,7 @@
 #include "cuda/sm90/forward/dropout_policy.cuh"
 #include "cuda/sm90/forward/score_policy.cuh"
 #include "cuda/sm90/forward/visibility_policy.cuh"
+#include "cuda/sm90/shared/arithmetic_visibility.cuh"
 #include "cuda/sm90/shared/forward_work.cuh"
 
 namespace flashattn_ext::sm90 {

@@ -8,12 +8,14 @@
 // arithmetic and what was measured.
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/host/device.h"
 #include "cuda/host/launch.cuh"
 #include "cuda/host/tensor_map.h"
 #include "cuda/ptx/wgmma.cuh"
 #include "cuda/score/scores.cuh"
-#include "cuda/sm90/forward/forward_policies.cuh"
+#include "cuda/sm90/forward/dropout_policy.cuh"
 #include "cuda/sm90/forward_large/forward_large_loaders.cuh"
 #include "cuda/sm90/shared/forward_work.cuh"
 #include "cuda/sm90/shared/named_barriers.h"
@@ -53,7 +55,8 @@ struct LargeForward {
 
   static constexpr int kScoreTiles = kKeys / 8, kOutTiles = kHalfColumns / 8, kSteps = kKeys / 16;
   static constexpr int kScoreWarps = 4, kSumWarps = 8;
-  using Dropping = typename ForwardPolicies<kOptions>::template Dropping<kSteps>;
+  static_assert(kOptions == kPlain || kOptions == kDropout);
+  using Dropping = std::conditional_t<kOptions == kDropout, CounterDropout<kSteps>, NoDropout<kSteps>>;
 
   // Tiles are as in cuda/tile/panels.cuh. A barrier `full` says that a stage has arrived, `empty` that it may be
   // overwritten; the `empty` barriers of keys and values count the warps of both thread blocks.

@@ -7,10 +7,10 @@
 // own. When the inspectors are done, they arrive at the barrier of the stage, in place of the copies.
 #pragma once
 
+#include "cuda/score/block_mask.cuh"
 #include "cuda/score/isolation.cuh"
 #include "cuda/sm90/shared/backward_step.cuh"
 #include "cuda/sm90/shared/backward_visibility.cuh"
-#include "cuda/sm90/shared/block_runs.cuh"
 #include "cuda/tile/ring.cuh"
 
 namespace flashattn_ext::sm90 {

@@ -85,10 +85,9 @@ struct ArithmeticQueries {
 // are the last kInspectors warps of the producer warpgroup. They arrive for every step, even where there is nothing to
 // inspect, and the producer warp waits for them too. No warp is therefore a full round of stages ahead of them, and a
 // warp that does not need an inspection may skip the wait for it.
-
+//
 // In a deterministic call an inspector warp finds the values of the counters, for the last kStepsKept steps of the
 // thread block.
-constexpr int kStepsKept = 8;  // more than the stages of queries plus the two steps by which dq may lag
 
 // Whether the Mask hides a part of the step at query tile m. whole: MaskedBackwardWork.
 template <class Scores, int kQueries>

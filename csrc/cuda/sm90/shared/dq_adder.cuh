@@ -4,7 +4,6 @@
 #pragma once
 
 #include "cuda/ptx/tma.cuh"
-#include "cuda/sm90/shared/backward_blocks.cuh"
 #include "cuda/sm90/shared/backward_step.cuh"
 #include "cuda/stages/dq_order.cuh"
 
@@ -92,7 +91,7 @@ struct DqAdder {
   // waits for the order then.
   __device__ __forceinline__ void add_listed_steps(const BackwardWork& work) {
     for (int left = uniform(work.tiles); left > 0; --left, step = (step + 1) % kStepsKept) {
-      const ListedStep& now = shared.listed[0].added[step];
+      const auto& now = shared.listed[0].added[step];
 #pragma unroll 1
       for (int group = 0; group < 2; ++group) {
         ptx::named_barrier_sync(kDqFull + group, kDqThreads);
@@ -113,7 +112,8 @@ struct DqAdder {
       __syncwarp();
     }
   }
-  __device__ __forceinline__ auto listed_order(const BackwardWork& work, const ListedStep& now) const {
+  template <class Step>
+  __device__ __forceinline__ auto listed_order(const BackwardWork& work, const Step& now) const {
     return DqOrder{workspace.dq_added + tile(work, now), true, [&] { return now.before; },
                    [&] { return now.before + 1; }, [] {}};
   }
