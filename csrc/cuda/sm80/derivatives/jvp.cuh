@@ -15,13 +15,35 @@
 
 #include "cuda/host/call.h"
 #include "cuda/host/launch.cuh"
+#include "cuda/score/tangent_policy.cuh"
 #include "cuda/score/tangent_rows.cuh"
-#include "cuda/sm80/derivatives/derivative_policies.cuh"
+#include "cuda/sm80/shared/dropout_policy.cuh"
 #include "cuda/sm80/shared/tiles.h"
+#include "cuda/sm80/shared/visibility_policy.cuh"
 #include "cuda/stages/tile_order.cuh"
 #include "cuda/tile/products.cuh"
 
 namespace flashattn_ext::sm80 {
+
+// By the options of a row in the table of kernels: plain 16-bit calls, and all others.
+template <Options kOptions>
+struct JvpPolicies;
+template <>
+struct JvpPolicies<kPlain> {
+  template <class Kernel>
+  using Visibility = ArithmeticVisibility<Kernel>;
+  template <class T, int kRowTiles, int kKeys>
+  using Tangents = PlainTangents;
+  using Dropping = NoDropout;
+};
+template <>
+struct JvpPolicies<kGeneral> {
+  template <class Kernel>
+  using Visibility = MaskVisibility<Kernel>;
+  template <class T, int kRowTiles, int kKeys>
+  using Tangents = GeneralTangents<T, kRowTiles, kKeys>;
+  using Dropping = OptionalDropout;
+};
 
 template <class T, int kHeadDim, Options kOptions>
 struct Jvp {

@@ -11,12 +11,34 @@
 #pragma once
 
 #include "cuda/score/large_rows.cuh"
-#include "cuda/sm80/derivatives/derivative_policies.cuh"
+#include "cuda/sm80/derivatives/second_policy.cuh"
+#include "cuda/sm80/shared/backward_visibility.cuh"
+#include "cuda/sm80/shared/dropout_policy.cuh"
 #include "cuda/sm80/shared/key_tile.cuh"
 #include "cuda/stages/backward_stages.h"
 #include "cuda/stages/second_workspace.cuh"
 
 namespace flashattn_ext::sm80 {
+
+// By the options of a row in the table of kernels: plain 16-bit calls, and all others.
+template <Options kOptions>
+struct SecondPolicies;
+template <>
+struct SecondPolicies<kPlain> {
+  template <class Kernel>
+  using Visibility = ArithmeticQueries<Kernel>;
+  template <class T, int kKeyTiles, int kQueryTiles>
+  using Gradients = PlainSecond;
+  using Dropping = NoDropout;
+};
+template <>
+struct SecondPolicies<kGeneral> {
+  template <class Kernel>
+  using Visibility = MaskQueries<Kernel>;
+  template <class T, int kKeyTiles, int kQueryTiles>
+  using Gradients = GeneralSecond<T, kKeyTiles, kQueryTiles>;
+  using Dropping = OptionalDropout;
+};
 
 template <class T, int kHeadDim, bool kLarge>
 struct SecondSizes {

@@ -9,6 +9,7 @@
 
 #include "cuda/sm90/backward_short/heads_keys.cuh"
 #include "cuda/sm90/backward_short/heads_producer.cuh"
+#include "cuda/sm90/shared/packed_scores.cuh"
 #include "cuda/sm90/shared/tiles.h"
 
 namespace flashattn_ext::sm90 {
@@ -23,6 +24,7 @@ struct HeadBackward : PingPong {
   using Walk = HeadWalk;
   static constexpr BackwardTile kTile = tile_of<kernel_table::kSm90Heads, T, kHeadDim, kPlain>();
   using Scores = PackedScores<T, kTile.queries, false>;
+  using Gradients = PlainGradients<Scores>;
   static constexpr int kQueries = kTile.queries, kKeys = kTile.keys, kStages = kTile.stages,
                        kKeyStages = kTile.key_stages, kDscoreBuffers = 2, kOutStages = 1, kWorkStages = 2;
   static constexpr int kValueStages = kHeadDim > 64 ? 1 : kKeyStages;  // v is released without k
@@ -87,6 +89,7 @@ struct HeadBackward : PingPong {
   RingPosition<kDscoreBuffers> buffers;
   float dk[kHeadDim / 8][4], dv[kHeadDim / 8][4];
   typename Scores::Packed weights;
+  Gradients gradients;
 
   __device__ __forceinline__ HeadBackward(Shared& shared, const AttnGradParams& p, const Workspace& workspace)
       : PingPong{uniform(static_cast<int>(threadIdx.x) / kGroupThreads) - 1},

@@ -4,15 +4,21 @@
 // allow. Plain calls above 192 run in clusters of two thread blocks. docs/sm90_backward.md.
 #pragma once
 
-#include "cuda/sm90/backward/backward_policies.cuh"
+#include <type_traits>
+
+#include "cuda/sm90/shared/backward_dropout.cuh"
+#include "cuda/sm90/shared/backward_heads.cuh"
 #include "cuda/sm90/shared/backward_step.cuh"
+#include "cuda/sm90/shared/backward_visibility.cuh"
+#include "cuda/sm90/shared/packed_scores.cuh"
 
 namespace flashattn_ext::sm90 {
 
 template <class T, int kHeadDim, Options kOptions, int kHeadDimV>
 struct WideBackward {
-  using Visibility = typename BackwardPolicies<kOptions>::Visibility;
-  using Dropping = typename BackwardPolicies<kOptions>::Dropping;
+  static_assert(kOptions == kPlain || kOptions == kDropout || kOptions == kIntervals);
+  using Visibility = std::conditional_t<kOptions == kIntervals, IntervalQueries, ArithmeticQueries>;
+  using Dropping = std::conditional_t<kOptions == kDropout, CounterBackwardDropout, NoBackwardDropout>;
   using Work = typename Visibility::Work;
   using Heads = WholeGroups;
   using Walk = QueryWalk<false, Visibility>;

@@ -8,6 +8,7 @@
 #include "cuda/sm90/shared/backward_step.cuh"
 #include "cuda/sm90/shared/backward_visibility.cuh"
 #include "cuda/sm90/shared/dq_adder.cuh"
+#include "cuda/sm90/shared/packed_scores.cuh"
 #include "cuda/stages/second_scores.cuh"
 #include "cuda/stages/second_workspace.cuh"
 

@@ -10,7 +10,6 @@
 #include "cuda/score/scores.cuh"
 #include "cuda/sm90/shared/backward_work.cuh"
 #include "cuda/sm90/shared/named_barriers.h"
-#include "cuda/sm90/shared/packed_scores.cuh"
 #include "cuda/stages/tile_order.cuh"
 #include "cuda/tile/ring.cuh"
 #include "cuda/tile/warp.cuh"

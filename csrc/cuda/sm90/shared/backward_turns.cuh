@@ -101,30 +101,17 @@ class KeyGradientTurns {
   }
   // After multiply_scores, while S^T is computed.
   __device__ __forceinline__ void begin_step(const Work& work, const Walk& now) {
-    if constexpr (Kernel::Visibility::kLists) kernel.gradients.begin(kernel.this_step(), work, now);
+    kernel.gradients.begin(kernel.this_step(), work, now);
   }
   // S^T, which is complete, becomes P^T.
   __device__ __forceinline__ void find_weights(const Work& work, const Walk& now, const Limits& unmasked) {
-    if constexpr (Kernel::Visibility::kLists) {
-      return kernel.gradients.weigh(kernel.weights, scores, kernel.this_step(), work, now, false, Nothing{});
-    }
-    const auto step = kernel.this_step();
-    const int row0 = now.m * kQueries;
-    const auto prepare = [&] {
-      step.subtract_words(scores, kernel.workspace.score, work.b, now.h, row0);
-      return work.mask(kernel.p);
-    };
-    Scores::weigh(kernel.weights, scores, kernel.workspace.score, step.lse(), step.is_rare(is_masked(unmasked, now)),
-                  prepare, row0, work.key0 + kernel.warp_key);
+    kernel.gradients.weigh(kernel.weights, scores, kernel.this_step(), work, now, is_masked(unmasked, now), Nothing{});
   }
   // dP^T becomes dS^T.
   __device__ __forceinline__ void differentiate(Products& dscores, const Walk& now, const Limits& unmasked) {
     ptx::hold(dscores);
-    if constexpr (Kernel::Visibility::kLists)
-      return kernel.gradients.differentiate(dscores, kernel.weights, kernel.this_step(), Nothing{}, now, false);
-    const auto step = kernel.this_step();
-    Scores::differentiate(dscores, kernel.weights, kernel.workspace.score, step.delta(),
-                          step.is_rare(is_masked(unmasked, now)), [&] { step.clear_rows(dscores); });
+    kernel.gradients.differentiate(dscores, kernel.weights, kernel.this_step(), Nothing{}, now,
+                                   is_masked(unmasked, now));
   }
   static __device__ __forceinline__ bool is_masked(const Limits& unmasked, const Walk& now) {
     return is_masked_step<typename Kernel::Visibility, Scores>(unmasked, now);
