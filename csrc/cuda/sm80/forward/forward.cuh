@@ -34,7 +34,7 @@ struct Forward {
   static constexpr int kTileElements = kQueries * RowTile::kStride + kStages * (kKeyTileElements + kValueTileElements);
   static constexpr int kScoreTiles = kKeys / 8, kOutTiles = kColumns / 8, kSteps = kKeys / Core::kK;
   static_assert(kStages == 1 || kColumns == kHeadDim);  // the keys and the values of a stage have the same offset
-  using Scoring = typename Policies::template Scores<T, kRowTiles, kKeys>;
+  using Scoring = typename Policies::template Scoring<T, kRowTiles, kKeys>;
   using Score = typename Scoring::Rule;
   using Scores = float[kRowTiles][kScoreTiles][4];
   using Weights = typename Core::A[kRowTiles][kSteps];

@@ -13,7 +13,7 @@ struct PlainPolicies {
   template <class Kernel>
   using Visibility = ArithmeticVisibility<Kernel>;
   template <class T, int kRowTiles, int kKeys>
-  using Scores = PlainScores;
+  using Scoring = PlainScores;
   using Dropping = NoDropout;
 };
 
@@ -33,7 +33,7 @@ struct ForwardPolicies<kMasks> : PlainPolicies {
 template <>
 struct ForwardPolicies<kFp8Scores> : PlainPolicies {
   template <class T, int kRowTiles, int kKeys>
-  using Scores = DescaledScores<T>;
+  using Scoring = DescaledScores<T>;
 };
 template <>
 struct ForwardPolicies<kFp8General> : ForwardPolicies<kFp8Scores> {
@@ -45,7 +45,7 @@ struct ForwardPolicies<kGeneral> {
   template <class Kernel>
   using Visibility = MaskVisibility<Kernel>;
   template <class T, int kRowTiles, int kKeys>
-  using Scores = GeneralScores<T, kRowTiles, kKeys>;
+  using Scoring = GeneralScores<T, kRowTiles, kKeys>;
   using Dropping = OptionalDropout;
 };
 

@@ -30,7 +30,7 @@ struct HeadsForward {
   static constexpr HeadsForwardTile kTile = tile_of<kernel_table::kSm80HeadsForward, T, kHeadDim, kOptions>();
   static constexpr int kKeys = kTile.keys;  // of a step
   static constexpr int kLeastKeys = Policies::kLeastKeys;
-  using Scoring = typename Policies::template Scores<T, kKeys>;
+  using Scoring = typename Policies::template Scoring<T, kKeys>;
   using Rule = typename Scoring::Rule;
   static constexpr int kSteps = kHeadDim / Core::kK, kOutTiles = kHeadDim / 8;
 

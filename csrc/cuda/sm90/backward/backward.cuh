@@ -1,8 +1,8 @@
 // Backward on Hopper for head dims up to 128, without a Mask up to 144, in plain calls up to 160, and up to 192 where v
 // has at most 128 columns.
 // A thread block keeps one tile of keys, 64 in each of two consumer warpgroups, and loops over the query tiles that see
-// it; a producer warp loads those by TMA (Shah et al. 2024, "FlashAttention-3"). Scores are transposed, S^T = K Q^T, so
-// that packed P^T and dS^T already have the register layout of the A operands of the products for dv and (up to 144)
+// it; a producer warp loads those by TMA (Shah et al. 2024, "FlashAttention-3"). Scores are transposed, S^T = K Q^T,
+// so that packed P^T and dS^T already have the register layout of the A operands of the products for dv and (up to 144)
 // dk. Only dS^T, for the dq product, and dq itself, which another warp adds to the workspace (dq_adder.cuh), go through
 // shared memory. Products of one step overlap with the arithmetic of another: docs/sm90_backward.md.
 #pragma once
@@ -31,8 +31,8 @@ struct Backward : PingPong {
   static constexpr bool kLists = Visibility::kLists;
   using Walk = std::conditional_t<kLists, ListedWalk, QueryWalk<true, Visibility, Heads>>;
   static constexpr BackwardTile kTile = tile_of<kernel_table::kSm90Backward, T, kHeadDim, kOptions, kHeadDimV>();
-  using Scores = PackedScores<T, kTile.queries, Dropping::kDrops>;
-  using Gradients = typename Policies::template Gradients<T, Scores>;
+  using Packing = PackedScores<T, kTile.queries, Dropping::kDrops>;
+  using Gradients = typename Policies::template Gradients<T, Packing>;
   using Workspace = typename Gradients::Workspace;
   using Maps = typename Gradients::Maps;
   static constexpr bool kMasks = Visibility::kHasIntervals;
@@ -80,7 +80,7 @@ struct Backward : PingPong {
     // Row centres, for the gradients of biases.
     MaybeArray<float[kCentres][kQueries], Gradients::kHasCentres ? kStages : 0> centres;
     PhiloxKey philox;
-    MaybeArray<typename Scores::Kept, Dropping::kDrops ? 2 : 0> kept;  // one for each warpgroup
+    MaybeArray<typename Packing::Kept, Dropping::kDrops ? 2 : 0> kept;  // one for each warpgroup
     Work work[kWorkStages];
     MaybeArray<int, kMasks ? kStepsKept : 0> added_before;
     MaybeArray<EarlierKeyTile, kMasks ? 1 : 0> before;  // for the inspector warps
@@ -163,8 +163,8 @@ struct Backward : PingPong {
   std::conditional_t<kApart, RingPosition<kDscoreBuffers>, Nothing> buffers;
   int buffer = 0;  // index into shared.dscores of the buffer written last
   float dk[kColumnTiles][4], dv[kHeadDimV / 8][4];
-  typename Scores::Packed weights;
-  typename Dropping::template Drawn<Scores> drawn;  // words of the next mask
+  typename Packing::Packed weights;
+  typename Dropping::template Drawn<Packing> drawn;  // words of the next mask
   Gradients gradients;
 
   __device__ __forceinline__ Backward(Shared& shared, const AttnGradParams& params, const Workspace& workspace,
@@ -231,7 +231,7 @@ struct Backward : PingPong {
     ptx::hold(scores);
     weigh(scores, work, now, unmasked, begun);
     ptx::barrier_wait(&shared.v_full[keys.stage], keys.parity);
-    typename Scores::Packed packed;
+    typename Packing::Packed packed;
     while (now.left > 1) {
       const int stage = queries.stage;
       differentiate(packed, work, now, unmasked);
@@ -289,7 +289,7 @@ struct Backward : PingPong {
   // that phase by its signal, which it sends after its last product of the step before is complete.
   __device__ __forceinline__ void walk_in_three_phases(const Work& work) {
     static_assert(kOptions == kPlain && kQueries == 64);
-    const Limits unmasked = uniform(Scores::unmasked_queries(p, work.mask(p), work.key0 + group * 64, 64));
+    const Limits unmasked = uniform(Packing::unmasked_queries(p, work.mask(p), work.key0 + group * 64, 64));
     ptx::barrier_wait(&shared.k_full[keys.stage], keys.parity);
     clear_tail_of_keys(work);
     ptx::barrier_wait(&shared.v_full[keys.stage], keys.parity);
@@ -297,7 +297,7 @@ struct Backward : PingPong {
     for (Walk now(p, work, Heads::in_walk(p)); now.left > 0; now.advance()) {
       const int stage = queries.stage;
       compute_weights(work, now, unmasked, has_dq);
-      typename Scores::Packed packed;
+      typename Packing::Packed packed;
       differentiate(packed, work, now, unmasked);
       ptx::wgmma_wait<0>();  // the weights, operands of the dv product, free registers for dq
       ptx::hold(dv);
@@ -343,11 +343,11 @@ struct Backward : PingPong {
 
   __device__ __forceinline__ void await_queries(const Walk& now, const Limits& whole) {
     ptx::barrier_wait(&shared.q_full[queries.stage], queries.parity);
-    Visibility::template await_inspection<Scores, kQueries>(shared, queries, whole, now.m);
+    Visibility::template await_inspection<Packing, kQueries>(shared, queries, whole, now.m);
   }
 
   // The phase of the products dP^T and dv += P^T dO. Then dP^T becomes dS^T, in `packed` and in shared memory.
-  __device__ __forceinline__ void differentiate(typename Scores::Packed& packed, const Work& work, const Walk& now,
+  __device__ __forceinline__ void differentiate(typename Packing::Packed& packed, const Work& work, const Walk& now,
                                                 const Limits& unmasked) {
     float dscores[kQueries / 8][4];
     auto& at = dout_position();
@@ -356,13 +356,13 @@ struct Backward : PingPong {
     clear_tail_of_queries(work, now);
     await_phase();
     score_product<kHeadDimV>(dscores, shared.v[keys.stage], group * 64, dout);
-    typename Scores::Packed space;
+    typename Packing::Packed space;
     accumulate(dv, kept_weights(space), dout);
     pass_phase();
     ptx::wgmma_wait<1>();
     ptx::hold(dscores);
     gradients.differentiate(dscores, weights, this_step(), work, now,
-                            is_masked_step<Visibility, Scores>(unmasked, now));
+                            is_masked_step<Visibility, Packing>(unmasked, now));
     pack_scores<T>(packed, dscores);
     buffer = buffer == kDscoreBuffers - 1 ? 0 : buffer + 1;
     store_panels(shared.dscores[buffer], warp_key, packed);
@@ -400,16 +400,16 @@ struct Backward : PingPong {
   template <class Begun>
   __device__ __forceinline__ void weigh(float (&scores)[kQueries / 8][4], const Work& work, const Walk& now,
                                         const Limits& unmasked, const Begun& begun) {
-    gradients.weigh(weights, scores, this_step(), work, now, is_masked_step<Visibility, Scores>(unmasked, now), begun);
+    gradients.weigh(weights, scores, this_step(), work, now, is_masked_step<Visibility, Packing>(unmasked, now), begun);
     drop_weights();
   }
   __device__ __forceinline__ void drop_weights() {
-    Dropping::template drop<Scores>(weights, shared.kept, group, warp_key / 16 % 4);
+    Dropping::template drop<Packing>(weights, shared.kept, group, warp_key / 16 % 4);
   }
   // Draws this warp's part of the dropout mask of a step.
   __device__ __forceinline__ void draw(const Work& work, const Walk& at) {
-    Dropping::template draw_part<Scores>(drawn, shared.philox, p, work.b, at.h, work.key0 + group * 64,
-                                         at.m * kQueries);
+    Dropping::template draw_part<Packing>(drawn, shared.philox, p, work.b, at.h, work.key0 + group * 64,
+                                          at.m * kQueries);
   }
   // Draws that of the step after `now`, while the scores of `now` are computed. The branch keeps the compiler from
   // waiting for those first.
@@ -420,11 +420,11 @@ struct Backward : PingPong {
     draw(work, next);
   }
   // The weights that dropout keeps, in `space` if there is dropout.
-  __device__ __forceinline__ auto& kept_weights(typename Scores::Packed& space) {
-    return Dropping::template kept<Scores>(weights, &space);
+  __device__ __forceinline__ auto& kept_weights(typename Packing::Packed& space) {
+    return Dropping::template kept<Packing>(weights, &space);
   }
   // A phase lies between the last use of shared.kept and this call, and another between this call and the next use.
-  __device__ __forceinline__ void publish_drawn() { Dropping::template publish<Scores>(shared.kept, group, drawn); }
+  __device__ __forceinline__ void publish_drawn() { Dropping::template publish<Packing>(shared.kept, group, drawn); }
 
   // Rows after the end of a packed sequence belong to another sequence: weights of 0 would still propagate its NaNs.
   // Each warpgroup zeroes all these rows, so that neither waits for the other.

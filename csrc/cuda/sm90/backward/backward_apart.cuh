@@ -135,7 +135,7 @@ class ApartWalk : KeyGradientTurns<Kernel> {
   __device__ __forceinline__ void find_dscores(Packed& packed, Products& dscores) {
     ptx::wgmma_wait<0>();
     this->differentiate(dscores, now, unmasked);
-    if constexpr (Kernel::Dropping::kDrops) Kernel::Scores::keep(kernel.weights, kernel.weights);
+    if constexpr (Kernel::Dropping::kDrops) Kernel::Packing::keep(kernel.weights, kernel.weights);
     this->store_dscores(packed, dscores);
   }
   // In one turn a step has a single phase, so that the warps of the warpgroup meet here after their last use of

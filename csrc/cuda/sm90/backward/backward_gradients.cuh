@@ -15,8 +15,8 @@
 namespace flashattn_ext::sm90 {
 
 // No option, where the query heads of a group add up dk and dv (QueryHeads).
-template <class Scores>
-struct GroupedGradients : PlainGradients<Scores> {
+template <class Packing>
+struct GroupedGradients : PlainGradients<Packing> {
   using Workspace = GroupedWorkspace;
 };
 
@@ -112,15 +112,15 @@ struct PackedDistanceScores {
 
 // Options of a score, ALiBi or a relative bias: there are no loads for single scores. Calls with an origin never have
 // this policy (options.h), so the mask is the unplaced one.
-template <class T, class Scores>
-struct DistanceGradients : UnbiasedGradients<Scores> {
+template <class T, class Packing>
+struct DistanceGradients : UnbiasedGradients<Packing> {
   using Workspace = GeneralWorkspace;
-  static constexpr int kQueries = Scores::kTiles * 8;
+  static constexpr int kQueries = Packing::kTiles * 8;
   using Arithmetic = PackedDistanceScores<T, kQueries>;
   using Bias = typename Arithmetic::Bias;
   static constexpr bool kHasCentres = true;
 
-  typename Scores::Packed slopes;  // with an option of a score: derivatives at these scores
+  typename Packing::Packed slopes;  // with an option of a score: derivatives at these scores
   BiasSums<1, false> sums;
 
   // In this form it takes no registers from the consumer warps.
@@ -149,7 +149,7 @@ struct DistanceGradients : UnbiasedGradients<Scores> {
     return {p, uniform(work.b), now.h, row_mask(p, work), now.m * kQueries, uniform(work.key0) + step.warp_key};
   }
   template <class Step, class Work, class Walk>
-  __device__ __forceinline__ void weigh(typename Scores::Packed& weights, typename Scores::Scores& scores,
+  __device__ __forceinline__ void weigh(typename Packing::Packed& weights, typename Packing::Scores& scores,
                                         const Step& step, const Work& work, const Walk& now, bool masked,
                                         const Bias& bias) {
     const int row0 = now.m * kQueries;
@@ -159,8 +159,8 @@ struct DistanceGradients : UnbiasedGradients<Scores> {
         [&] { return row_mask(step.p, work); }, row0, work.key0 + step.warp_key);
   }
   template <class Step, class Work, class Walk>
-  __device__ __forceinline__ void differentiate(typename Scores::Scores& dscores,
-                                                const typename Scores::Packed& weights, const Step& step,
+  __device__ __forceinline__ void differentiate(typename Packing::Scores& dscores,
+                                                const typename Packing::Packed& weights, const Step& step,
                                                 const Work& work, const Walk& now, bool masked) {
     const auto bias = begin(step, work, now);
     const bool rare = step.is_rare(masked || bias.range != Reached::kNone);
@@ -186,8 +186,8 @@ struct DistanceGradients : UnbiasedGradients<Scores> {
 };
 
 // A 16-bit bias alone, whose tiles TMA brings (backward_bias.cuh).
-template <class T, class Scores>
-struct BiasTileGradients : UnbiasedGradients<Scores> {
+template <class T, class Packing>
+struct BiasTileGradients : UnbiasedGradients<Packing> {
   using Workspace = GeneralWorkspace;
   using Maps = BiasedBackwardMaps;
   static constexpr int kCopies = 2, kAdders = 2;
@@ -206,28 +206,28 @@ struct BiasTileGradients : UnbiasedGradients<Scores> {
     load_panels(shared.bias[stage], shared.q_full[stage], maps.bias, row, h, batch, key);
   }
   template <class Step, class Work, class Walk>
-  __device__ __forceinline__ void weigh(typename Scores::Packed& weights, typename Scores::Scores& scores,
+  __device__ __forceinline__ void weigh(typename Packing::Packed& weights, typename Packing::Scores& scores,
                                         const Step& step, const Work& work, const Walk& now, bool masked, Nothing) {
     hides = add_bias_panel(scores, step.shared.bias[step.stage][step.group], step.warp_key % 64,
                            step.workspace.score.softmax_scale);
-    const int row0 = now.m * Scores::kTiles * 8;
+    const int row0 = now.m * Packing::kTiles * 8;
     const ScaledLogit rule{kLog2E<float>};
     const auto prepare = [&] {
       step.subtract_words(scores, rule, work.b, now.h, row0);
       return visible(step.p, work, now.h);
     };
-    Scores::weigh(weights, scores, rule, step.lse(), step.is_rare(masked), prepare, row0, work.key0 + step.warp_key);
+    Packing::weigh(weights, scores, rule, step.lse(), step.is_rare(masked), prepare, row0, work.key0 + step.warp_key);
   }
   template <class Step, class Work, class Walk>
-  __device__ __forceinline__ void differentiate(typename Scores::Scores& dscores,
-                                                const typename Scores::Packed& weights, const Step& step, const Work&,
+  __device__ __forceinline__ void differentiate(typename Packing::Scores& dscores,
+                                                const typename Packing::Packed& weights, const Step& step, const Work&,
                                                 const Walk&, bool masked) {
-    Scores::differentiate(dscores, weights, ScaledLogit{}, step.delta(), step.is_rare(masked || hides),
-                          [&] { step.clear_rows(dscores); });
+    Packing::differentiate(dscores, weights, ScaledLogit{}, step.delta(), step.is_rare(masked || hides),
+                           [&] { step.clear_rows(dscores); });
   }
   template <class Step>
-  __device__ __forceinline__ void store_bias_gradient(const Step& step, const typename Scores::Scores& dscores,
-                                                      const typename Scores::Packed& packed) const {
+  __device__ __forceinline__ void store_bias_gradient(const Step& step, const typename Packing::Scores& dscores,
+                                                      const typename Packing::Packed& packed) const {
     if (!step.p.dbias.data) return;
     pass_bias_gradient<T>(step.shared.dq[step.group], dscores, packed, step.group,
                           step.p.dbias.dtype == DType::kFloat32);

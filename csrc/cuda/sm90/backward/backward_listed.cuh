@@ -20,10 +20,10 @@ __device__ __forceinline__ uint32_t transposed_bits(uint32_t x) {
   return x;
 }
 
-template <class Scores>
-struct ListedGradients : UnbiasedGradients<Scores> {
-  static constexpr int kQueries = Scores::kTiles * 8;
-  using Seen = SeenQueries<1, Scores::kTiles>;
+template <class Packing>
+struct ListedGradients : UnbiasedGradients<Packing> {
+  static constexpr int kQueries = Packing::kTiles * 8;
+  using Seen = SeenQueries<1, Packing::kTiles>;
   Seen seen;  // of a step with marks
 
   template <class Step, class Walk>
@@ -32,9 +32,9 @@ struct ListedGradients : UnbiasedGradients<Scores> {
     return {};
   }
   template <class Step, class Walk>
-  __device__ __forceinline__ void weigh(typename Scores::Packed& weights, typename Scores::Scores& scores,
+  __device__ __forceinline__ void weigh(typename Packing::Packed& weights, typename Packing::Scores& scores,
                                         const Step& step, const BackwardWork& work, const Walk&, bool, Nothing) {
-    Scores::weigh_seen(weights, scores, step.workspace.score, step.lse(), step.has_marks != 0, [&]() -> const Seen& {
+    Packing::weigh_seen(weights, scores, step.workspace.score, step.lse(), step.has_marks != 0, [&]() -> const Seen& {
       if (step.has_marks & kMarkedRows) {
         const ListedStep& now = listed(step);
         step.subtract_words(scores, step.workspace.score, work.b, now.h, now.m * kQueries);
@@ -43,10 +43,10 @@ struct ListedGradients : UnbiasedGradients<Scores> {
     });
   }
   template <class Step, class Work, class Walk>
-  __device__ __forceinline__ void differentiate(typename Scores::Scores& dscores,
-                                                const typename Scores::Packed& weights, const Step& step, const Work&,
+  __device__ __forceinline__ void differentiate(typename Packing::Scores& dscores,
+                                                const typename Packing::Packed& weights, const Step& step, const Work&,
                                                 const Walk&, bool) {
-    Scores::differentiate(dscores, weights, step.workspace.score, step.delta(), step.has_marks != 0, [&] {
+    Packing::differentiate(dscores, weights, step.workspace.score, step.delta(), step.has_marks != 0, [&] {
       if (step.has_marks & kMarkedRows) step.clear_rows(dscores);
     });
   }

@@ -23,8 +23,8 @@ struct HeadBackward : PingPong {
   using Visibility = ArithmeticQueries;
   using Walk = HeadWalk;
   static constexpr BackwardTile kTile = tile_of<kernel_table::kSm90Heads, T, kHeadDim, kPlain>();
-  using Scores = PackedScores<T, kTile.queries, false>;
-  using Gradients = PlainGradients<Scores>;
+  using Packing = PackedScores<T, kTile.queries, false>;
+  using Gradients = PlainGradients<Packing>;
   static constexpr int kQueries = kTile.queries, kKeys = kTile.keys, kStages = kTile.stages,
                        kKeyStages = kTile.key_stages, kDscoreBuffers = 2, kOutStages = 1, kWorkStages = 2;
   static constexpr int kValueStages = kHeadDim > 64 ? 1 : kKeyStages;  // v is released without k
@@ -88,7 +88,7 @@ struct HeadBackward : PingPong {
   int has_marks = 0;  // BackwardStep
   RingPosition<kDscoreBuffers> buffers;
   float dk[kHeadDim / 8][4], dv[kHeadDim / 8][4];
-  typename Scores::Packed weights;
+  typename Packing::Packed weights;
   Gradients gradients;
 
   __device__ __forceinline__ HeadBackward(Shared& shared, const AttnGradParams& p, const Workspace& workspace)
@@ -102,7 +102,7 @@ struct HeadBackward : PingPong {
   __device__ __forceinline__ auto this_step() const {
     return BackwardStep<Shared, Workspace>{p, workspace, shared, queries.stage, has_marks, group, warp_key};
   }
-  __device__ __forceinline__ auto& kept_weights(typename Scores::Packed&) { return weights; }
+  __device__ __forceinline__ auto& kept_weights(typename Packing::Packed&) { return weights; }
   // Writes dk and dv, which ends the key tile.
   __device__ __forceinline__ void store(const Work& work) {
     store_keys<T>(p.dk, work, work.key0 + warp_key, dk, workspace.gradient_scale, p.head_dim);

@@ -53,8 +53,8 @@ struct WideBackward {
   // A thread block of 512 threads starts with 128 registers per thread, and the compiler requires the operands of one
   // instruction to fit in them.
   static constexpr int kMostTiles = 24;
-  using Scores = PackedScores<T, kQueries, Dropping::kDrops>;
-  using Gradients = PlainGradients<Scores>;
+  using Packing = PackedScores<T, kQueries, Dropping::kDrops>;
+  using Gradients = PlainGradients<Packing>;
   using Workspace = typename Gradients::Workspace;
   using Maps = typename Gradients::Maps;
 
@@ -74,7 +74,7 @@ struct WideBackward {
     uint4 weights[kBuffers][kQueries / 16][kGroupThreads];  // P^T, as each thread's registers
     float lse[kStages][kQueries], delta[kStages][kQueries];
     int has_marks[kStages];  // in lse
-    MaybeArray<typename Scores::Kept, Dropping::kDrops ? kBuffers : 0> kept;
+    MaybeArray<typename Packing::Kept, Dropping::kDrops ? kBuffers : 0> kept;
     Work work[kWorkStages];
     MaybeArray<int, kMasks ? kStepsKept : 0> added_before;
     MaybeArray<EarlierKeyTile, kMasks ? 1 : 0> before;  // for the inspector warps
@@ -223,7 +223,7 @@ struct WideBackward {
     PhiloxKey philox;
     int kept_buffer = 0;  // index of the next buffer in shared.kept
     float dv[kValueColumns / 8][4];
-    typename Scores::Packed weights;
+    typename Packing::Packed weights;
 
     __device__ __forceinline__ ValueGradient(Shared& shared, const AttnGradParams& params,
                                              const BackwardWorkspace& workspace, int group)
@@ -270,7 +270,7 @@ struct WideBackward {
       score_product<kColumns>(scores, shared.k[keys.stage], 0, shared.q[queries.stage]);
       this->has_marks = shared.has_marks[queries.stage];
       const int row0 = now.m * kQueries, key = this->own_key(work) + warp_key;
-      Dropping::template draw<Scores>(shared.kept, kept_buffer, philox, p, work.b, now.h, work.key0, row0);
+      Dropping::template draw<Packing>(shared.kept, kept_buffer, philox, p, work.b, now.h, work.key0, row0);
       ptx::wgmma_wait<0>();
       ptx::hold(scores);
       if constexpr (kSplitsColumns) shared.score_parts[0].exchange(scores, &this->parts_parity);
@@ -278,12 +278,12 @@ struct WideBackward {
         this->this_step().subtract_words(scores, workspace.score, work.b, now.h, row0);
         return visible(p, work, now.h);
       };
-      Scores::weigh(weights, scores, workspace.score, shared.lse[queries.stage],
-                    this->this_step().is_rare(Scores::is_masked(unmasked, row0)), prepare, row0, key);
+      Packing::weigh(weights, scores, workspace.score, shared.lse[queries.stage],
+                     this->this_step().is_rare(Packing::is_masked(unmasked, row0)), prepare, row0, key);
       if (Dropping::kDrops) {
         // The other buffer is free for the next step: all warps have passed this barrier since they read it.
         ptx::named_barrier_sync(kWideGroup + this->group - 1, kGroupThreads);
-        Dropping::template drop<Scores>(weights, shared.kept, kept_buffer, warp_key / 16);
+        Dropping::template drop<Packing>(weights, shared.kept, kept_buffer, warp_key / 16);
         kept_buffer ^= 1;
       }
     }
@@ -300,8 +300,8 @@ struct WideBackward {
       weights_at.advance();
       Visibility::await(shared.dout_full, shared.queries_inspected, this->douts());
       this->clear_tail(shared.dout[this->douts().stage], work.length_q - now.m * kQueries);
-      typename Scores::Packed space;
-      auto& kept = Dropping::template kept<Scores>(weights, &space);
+      typename Packing::Packed space;
+      auto& kept = Dropping::template kept<Packing>(weights, &space);
       accumulate<kMostTiles>(dv, kept, shared.dout[this->douts().stage]);
     }
   };
@@ -365,7 +365,7 @@ struct WideBackward {
     // Hands dS^T to the third warpgroup, and issues dk += dS^T Q.
     __device__ __forceinline__ void start_keys(float (&dscores)[kQueries / 8][4], const Work& work, const Walk& now,
                                                const Limits& unmasked) {
-      typename Scores::Packed weights;
+      typename Packing::Packed weights;
       ptx::barrier_wait(&shared.weights_full[weights_at.stage], weights_at.parity);
       this->has_marks =
           shared.has_marks[queries.stage];  // the first warpgroup has waited for the queries, with which they come
@@ -377,9 +377,9 @@ struct WideBackward {
       ptx::barrier_arrive(&shared.weights_empty[weights_at.stage]);
       weights_at.advance();
       Visibility::await(shared.q_full, shared.queries_inspected, queries);
-      Scores::differentiate(dscores, weights, workspace.score, shared.delta[queries.stage],
-                            this->this_step().is_rare(Scores::is_masked(unmasked, now.m * kQueries)),
-                            [&] { this->this_step().clear_rows(dscores); });
+      Packing::differentiate(dscores, weights, workspace.score, shared.delta[queries.stage],
+                             this->this_step().is_rare(Packing::is_masked(unmasked, now.m * kQueries)),
+                             [&] { this->this_step().clear_rows(dscores); });
       pack_scores<T>(weights, dscores);
       ptx::barrier_wait(&shared.dscores_empty[dscores_at.stage], dscores_at.parity ^ 1);
       store_panels(shared.dscores[dscores_at.stage], warp_key, weights);

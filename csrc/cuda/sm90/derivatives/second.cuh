@@ -17,12 +17,12 @@ template <class T, int kHeadDim, Options kOptions, int kHeadDimV, class Tangents
 struct Second : SecondConsumer<Second<T, kHeadDim, kOptions, kHeadDimV, TangentsGiven>> {
   static_assert(kOptions == kPlain && kHeadDimV == kHeadDim);
   using Element = T;
-  using Moves = TangentsGiven;
+  using Given = TangentsGiven;
   using Visibility = ArithmeticQueries;
   using Work = BackwardWork;
   using Heads = WholeGroups;
   using Walk = QueryWalk<true>;
-  using Gradients = SecondGradients<Moves>;
+  using Gradients = SecondGradients<Given>;
   using Dropping = NoBackwardDropout;
   using Workspace = typename Gradients::Workspace;
   using Maps = SecondMaps;
@@ -37,7 +37,7 @@ struct Second : SecondConsumer<Second<T, kHeadDim, kOptions, kHeadDimV, Tangents
   // The queries whose scores a warpgroup computes, and its columns of dk and dv.
   static constexpr int kOwnQueries = kQueries / 2, kOwnColumns = kHeadDim / 2;
   static constexpr int kScoreTiles = kOwnQueries / 8, kSteps = kOwnQueries / 16, kColumnTiles = kOwnColumns / 8;
-  using Masking = PackedScores<T, kOwnQueries, false>;
+  using Packing = PackedScores<T, kOwnQueries, false>;
   using Scores = float[kScoreTiles][4];
   using ScoreTile = T[1][kKeys][kPanelColumns];  // transposed
   static_assert(kHeadDim == 128 && kQueries == 64 && Layout::kQueries == kQueries && kDqTiles == 8);
@@ -80,7 +80,7 @@ struct Second : SecondConsumer<Second<T, kHeadDim, kOptions, kHeadDimV, Tangents
 
   // The first and the last step are peeled, so that no product is in flight when the loop exits.
   __device__ __forceinline__ void walk_queries(const Work& work) {
-    const Limits unmasked = uniform(Masking::unmasked_queries(p, work.mask(p), work.key0, kKeys));
+    const Limits unmasked = uniform(Packing::unmasked_queries(p, work.mask(p), work.key0, kKeys));
     ptx::barrier_wait(&shared.k_full[0], key_parity);
     ptx::barrier_wait(&shared.v_full[0], key_parity);
     key_parity ^= 1;
@@ -131,12 +131,12 @@ struct Second : SecondConsumer<Second<T, kHeadDim, kOptions, kHeadDimV, Tangents
     hold_scores();
     ptx::wgmma_fence();
     issue_score_product(x, k_fragments, shared.q[stage], query);
-    if constexpr (Moves::kQ) issue_score_product(tangents, k_fragments, shared.tq[stage], query);
-    if constexpr (Moves::kK) {
-      issue_score_product<kHeadDim>(tangents, shared.tk[0], 0, shared.q[stage], Moves::kQ, query);
+    if constexpr (Given::kQ) issue_score_product(tangents, k_fragments, shared.tq[stage], query);
+    if constexpr (Given::kK) {
+      issue_score_product<kHeadDim>(tangents, shared.tk[0], 0, shared.q[stage], Given::kQ, query);
     }
     issue_score_product<kHeadDim>(dp, shared.v[0], 0, shared.dout[stage], false, query);
-    if constexpr (Moves::kV) issue_score_product<kHeadDim>(b, shared.tv[0], 0, shared.dout[stage], false, query);
+    if constexpr (Given::kV) issue_score_product<kHeadDim>(b, shared.tv[0], 0, shared.dout[stage], false, query);
     ptx::wgmma_commit();
     has_marks = shared.has_marks[queries.stage];
   }
@@ -155,7 +155,7 @@ struct Second : SecondConsumer<Second<T, kHeadDim, kOptions, kHeadDimV, Tangents
     ptx::wgmma_fence();
     issue_accumulate(dv, shared.scores.of_values, shared.dout[stage][group], 0);
     issue_accumulate(dk, shared.scores.f, shared.q[stage][group], 0);
-    if constexpr (Moves::kQ) issue_accumulate(dk, shared.scores.t, shared.tq[stage][group], 0);
+    if constexpr (Given::kQ) issue_accumulate(dk, shared.scores.t, shared.tq[stage][group], 0);
     ptx::wgmma_commit();
   }
   __device__ __forceinline__ void release_queries(int stage) {
@@ -167,7 +167,7 @@ struct Second : SecondConsumer<Second<T, kHeadDim, kOptions, kHeadDimV, Tangents
     ptx::hold(dq);
     ptx::wgmma_fence();
     issue_transposed_product(dq, shared.scores.f[0], shared.k[0][group], 0);
-    if constexpr (Moves::kK) issue_transposed_product(dq, shared.scores.t[0], shared.tk[0][group], 0, true);
+    if constexpr (Given::kK) issue_transposed_product(dq, shared.scores.t[0], shared.tk[0][group], 0, true);
     ptx::wgmma_commit();
   }
   __device__ __forceinline__ void end_dq() {
@@ -182,7 +182,7 @@ struct Second : SecondConsumer<Second<T, kHeadDim, kOptions, kHeadDimV, Tangents
     this_step().subtract_words(x, workspace.score, work.b, now.h, row0, query);
     this_step().clear_rows(dp, query);
     SecondStep<Second, kScoreTiles>(workspace, shared, queries.stage, query)
-        .run(x, tangents, dp, b, Masking::is_masked(unmasked, row0), work.mask(p), row0, work.key0 + warp_key + g());
+        .run(x, tangents, dp, b, Packing::is_masked(unmasked, row0), work.mask(p), row0, work.key0 + warp_key + g());
     clear_moved_rows(this_step(), x, dp, query);
     pack_scores<T>(of_values, x);
     pack_scores<T>(t_scores, tangents);
@@ -206,22 +206,22 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1)
 }
 
 // The kernel for a class of head dims.
-template <class T, int kHeadDim, Options kOptions, int kHeadDimV, class Moves>
+template <class T, int kHeadDim, Options kOptions, int kHeadDimV, class Given>
 using SecondOf = std::conditional_t<tile_of<kernel_table::kSm90Second, T, kHeadDim, kOptions, kHeadDimV>().keys == 128,
-                                    SecondApart<T, kHeadDim, kOptions, kHeadDimV, Moves>,
-                                    Second<T, kHeadDim, kOptions, kHeadDimV, Moves>>;
+                                    SecondApart<T, kHeadDim, kOptions, kHeadDimV, Given>,
+                                    Second<T, kHeadDim, kOptions, kHeadDimV, Given>>;
 
 template <class Layout>
 SecondWorkspace<BackwardWorkspace> second_workspace(const SecondParams& p) {
   return {p, BackwardWorkspace(p, Layout::kTileRows, Layout::kTileFloats, Layout::kOrderedParts)};
 }
 
-// Runs a call that has the tangents of Moves.
+// Runs a call that has these tangents.
 template <class T, int kHeadDim, Options kOptions, int kHeadDimV>
 struct SecondRun {
-  template <class Moves>
+  template <class Given>
   static void run(const SecondParams& p) {
-    using Kernel = SecondOf<T, kHeadDim, kOptions, kHeadDimV, Moves>;
+    using Kernel = SecondOf<T, kHeadDim, kOptions, kHeadDimV, Given>;
     const auto workspace = second_workspace<typename Kernel::Layout>(p);
     prepare_second<T>(p, workspace);
     launch_backward_main<Kernel>(second_kernel<Kernel>, "sm90 second", p, workspace);
@@ -232,7 +232,7 @@ struct SecondRun {
 
 template <class T, int kHeadDim, Options kOptions, int kHeadDimV>
 size_t second_bytes(const SecondParams& p) {
-  using Layout = typename SecondOf<T, kHeadDim, kOptions, kHeadDimV, Moving<true, true, true>>::Layout;
+  using Layout = typename SecondOf<T, kHeadDim, kOptions, kHeadDimV, GivenTangents<true, true, true>>::Layout;
   return static_cast<size_t>(second_workspace<Layout>(p).bytes);
 }
 

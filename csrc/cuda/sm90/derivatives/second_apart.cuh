@@ -37,12 +37,12 @@ template <class T, int kHeadDim, Options kOptions, int kHeadDimV, class Tangents
 struct SecondApart : PingPong, SecondConsumer<SecondApart<T, kHeadDim, kOptions, kHeadDimV, TangentsGiven>> {
   static_assert(kOptions == kPlain && kHeadDim == 64 && kHeadDimV == 64);
   using Element = T;
-  using Moves = TangentsGiven;
+  using Given = TangentsGiven;
   using Visibility = ArithmeticQueries;
   using Work = BackwardWork;
   using Heads = WholeGroups;
   using Walk = QueryWalk<true>;
-  using Gradients = SecondGradients<Moves>;
+  using Gradients = SecondGradients<Given>;
   using Dropping = NoBackwardDropout;
   using Workspace = typename Gradients::Workspace;
   using Maps = SecondMaps;
@@ -54,7 +54,7 @@ struct SecondApart : PingPong, SecondConsumer<SecondApart<T, kHeadDim, kOptions,
   static constexpr int kBlocks = 1, kColumns = kHeadDim, kDoutStages = kStages, kDqParts = 2;
   static constexpr int kWorkStages = kSecondWorkStages, kThreads = 3 * kGroupThreads, kWarps = 8, kSectionHeads = 16;
   static constexpr int kPanels = 1, kTiles = 8, kSteps = 4, kDqTiles = 8;
-  using Masking = PackedScores<T, kQueries, false>;
+  using Packing = PackedScores<T, kQueries, false>;
   using Scores = float[kTiles][4];
   using Dq = float[kDqTiles][4];
   struct Products {
@@ -107,7 +107,7 @@ struct SecondApart : PingPong, SecondConsumer<SecondApart<T, kHeadDim, kOptions,
   // A warpgroup needs no barrier of its own for its T and F in shared memory. await_phase comes between writing and
   // reading them, and the barrier in `write` between reading and overwriting them.
   __device__ __forceinline__ void walk_queries(const Work& work) {
-    const Limits unmasked = uniform(Masking::unmasked_queries(p, work.mask(p), work.key0 + group * 64, 64));
+    const Limits unmasked = uniform(Packing::unmasked_queries(p, work.mask(p), work.key0 + group * 64, 64));
     ptx::barrier_wait(&shared.k_full[0], key_parity);
     ptx::barrier_wait(&shared.v_full[0], key_parity);
     key_parity ^= 1;
@@ -164,9 +164,9 @@ struct SecondApart : PingPong, SecondConsumer<SecondApart<T, kHeadDim, kOptions,
     ptx::hold(tangents);
     ptx::wgmma_fence();
     issue_score_product<kHeadDim>(x, shared.k[0], group * 64, shared.q[stage]);
-    if constexpr (Moves::kQ) issue_score_product<kHeadDim>(tangents, shared.k[0], group * 64, shared.tq[stage]);
-    if constexpr (Moves::kK) {
-      issue_score_product<kHeadDim>(tangents, shared.tk[0], group * 64, shared.q[stage], Moves::kQ);
+    if constexpr (Given::kQ) issue_score_product<kHeadDim>(tangents, shared.k[0], group * 64, shared.tq[stage]);
+    if constexpr (Given::kK) {
+      issue_score_product<kHeadDim>(tangents, shared.tk[0], group * 64, shared.q[stage], Given::kQ);
     }
     ptx::wgmma_commit();
   }
@@ -177,7 +177,7 @@ struct SecondApart : PingPong, SecondConsumer<SecondApart<T, kHeadDim, kOptions,
     ptx::hold(b);
     ptx::wgmma_fence();
     issue_score_product<kHeadDim>(dp, shared.v[0], group * 64, shared.dout[stage]);
-    if constexpr (Moves::kV) issue_score_product<kHeadDim>(b, shared.tv[0], group * 64, shared.dout[stage]);
+    if constexpr (Given::kV) issue_score_product<kHeadDim>(b, shared.tv[0], group * 64, shared.dout[stage]);
     ptx::wgmma_commit();
     has_marks = shared.has_marks[queries.stage];
   }
@@ -189,9 +189,9 @@ struct SecondApart : PingPong, SecondConsumer<SecondApart<T, kHeadDim, kOptions,
     ptx::wgmma_fence();
     issue_accumulate(dv, of_values, shared.dout[stage]);
     issue_accumulate(dk, shared.scores.f[group], shared.q[stage][0], 0);
-    if constexpr (Moves::kQ) issue_accumulate(dk, shared.scores.t[group], shared.tq[stage][0], 0);
+    if constexpr (Given::kQ) issue_accumulate(dk, shared.scores.t[group], shared.tq[stage][0], 0);
     issue_transposed_product(dq, shared.scores.f[group][0], own_keys(shared.k[0]), 0);
-    if constexpr (Moves::kK) issue_transposed_product(dq, shared.scores.t[group][0], own_keys(shared.tk[0]), 0, true);
+    if constexpr (Given::kK) issue_transposed_product(dq, shared.scores.t[group][0], own_keys(shared.tk[0]), 0, true);
     ptx::wgmma_commit();
   }
   __device__ __forceinline__ const T (&own_keys(const typename Shared::KeyTile& tile) const)[64][kPanelColumns] {
@@ -216,12 +216,12 @@ struct SecondApart : PingPong, SecondConsumer<SecondApart<T, kHeadDim, kOptions,
     this_step().subtract_words(x, workspace.score, work.b, now.h, row0);
     this_step().clear_rows(dp);
     SecondStep<SecondApart, kTiles>(workspace, shared, queries.stage, 0)
-        .run(x, tangents, dp, b, Masking::is_masked(unmasked, row0), work.mask(p), row0,
+        .run(x, tangents, dp, b, Packing::is_masked(unmasked, row0), work.mask(p), row0,
              work.key0 + group * 64 + warp_key + g());
     clear_moved_rows(this_step(), x, dp, 0);
     pack_scores<T>(of_values, x);
     Packed packed;
-    if constexpr (Moves::kLogits) {
+    if constexpr (Given::kLogits) {
       pack_scores<T>(packed, tangents);
       store_panels(shared.scores.t[group], warp_key, packed);
     }

@@ -2,7 +2,7 @@
 // arithmetic of a step.
 #pragma once
 
-#include "cuda/sm90/derivatives/moving.cuh"
+#include "cuda/sm90/derivatives/given_tangents.cuh"
 #include "cuda/sm90/shared/backward_dropout.cuh"
 #include "cuda/sm90/shared/backward_heads.cuh"
 #include "cuda/sm90/shared/backward_step.cuh"
@@ -22,30 +22,30 @@ struct SecondMaps : BackwardMaps {
 
 // What the producer and the adder of a backward (backward_step.cuh) do besides in second derivatives, as policies of
 // scores in backward_gradients.cuh.
-template <class Moves>
+template <class Given>
 struct SecondGradients {
   using Workspace = SecondWorkspace<BackwardWorkspace>;
   using Maps = SecondMaps;
-  static constexpr int kCopies = Moves::kQ ? 2 : 1, kAdders = 1;
+  static constexpr int kCopies = Given::kQ ? 2 : 1, kAdders = 1;
   static constexpr bool kHasBias = false, kHasCentres = false, kBatchesTogether = false;
 
   static void set_more_maps(const SecondParams& p, Maps* maps, int queries, int keys) {
     const AttnParams& tangents = p.tangents;
-    if (Moves::kQ) maps->tq = query_map(p, tangents.q, p.head_dim, queries);
-    if (Moves::kK) maps->tk = key_map(p, tangents.k, p.head_dim, keys);
-    if (Moves::kV) maps->tv = key_map(p, tangents.v, p.head_dim_v, keys);
+    if (Given::kQ) maps->tq = query_map(p, tangents.q, p.head_dim, queries);
+    if (Given::kK) maps->tk = key_map(p, tangents.k, p.head_dim, keys);
+    if (Given::kV) maps->tv = key_map(p, tangents.v, p.head_dim_v, keys);
   }
   static __device__ __forceinline__ void prefetch_map(const Maps&) {}
   template <class Shared>
   static __device__ __forceinline__ void load_keys(Shared& shared, int stage, const Maps& maps, int row, int hk,
                                                    int batch) {
-    if constexpr (Moves::kK) load_panels(shared.tk[stage], shared.k_full[stage], maps.tk, row, hk, batch);
-    if constexpr (Moves::kV) load_panels(shared.tv[stage], shared.v_full[stage], maps.tv, row, hk, batch);
+    if constexpr (Given::kK) load_panels(shared.tk[stage], shared.k_full[stage], maps.tk, row, hk, batch);
+    if constexpr (Given::kV) load_panels(shared.tv[stage], shared.v_full[stage], maps.tv, row, hk, batch);
   }
   template <class Shared>
   static __device__ __forceinline__ void load_queries(Shared& shared, int stage, const Maps& maps, int row, int h,
                                                       int batch, int) {
-    if constexpr (Moves::kQ) load_panels(shared.tq[stage], shared.q_full[stage], maps.tq, row, h, batch);
+    if constexpr (Given::kQ) load_panels(shared.tq[stage], shared.q_full[stage], maps.tq, row, h, batch);
   }
   template <class Shared>
   static __device__ __forceinline__ void load_rows(Shared& shared, int stage, const AttnGradParams& params,
@@ -96,7 +96,7 @@ __device__ __forceinline__ void clear_moved_rows(const Step& step, float (&of_va
 // dp.
 template <class Kernel, int kTiles>
 struct SecondStep {
-  using Moves = typename Kernel::Moves;
+  using Given = typename Kernel::Given;
   using Scores = float[kTiles][4];
 
   // What PlainSecond takes for a step, and for dropout.
@@ -117,8 +117,8 @@ struct SecondStep {
   // row0, key: the first query, and the lane's first key.
   __device__ __forceinline__ void run(Scores& x, Scores& tangents, Scores& dp, Scores& b, bool is_masked,
                                       const Mask32& mask, int row0, int key) const {
-    if constexpr (!Moves::kLogits) set_zero(tangents);
-    if constexpr (!Moves::kV) set_zero(b);
+    if constexpr (!Given::kLogits) set_zero(tangents);
+    if constexpr (!Given::kV) set_zero(b);
     if (is_masked) {
       differentiate_twice<true>(x, tangents, dp, b, SeenBy<1>(mask, row0 + 2 * t(), key));
     } else {
@@ -145,9 +145,9 @@ struct SecondConsumer {
 
   template <class Shared>
   static __device__ void init(Shared& shared, const AttnGradParams&) {
-    using Moves = typename Kernel::Moves;
-    ptx::barrier_init(&shared.k_full[0], Moves::kK ? 2 : 1);
-    ptx::barrier_init(&shared.v_full[0], Moves::kV ? 2 : 1);
+    using Given = typename Kernel::Given;
+    ptx::barrier_init(&shared.k_full[0], Given::kK ? 2 : 1);
+    ptx::barrier_init(&shared.v_full[0], Given::kV ? 2 : 1);
     ptx::barrier_init(&shared.keys_empty[0], Kernel::kWarps);
     for (int i = 0; i < Kernel::kStages; ++i) {
       ptx::barrier_init(&shared.q_full[i], kQueryArrivals<typename Kernel::Gradients>);
@@ -200,7 +200,7 @@ struct SecondConsumer {
     if (rows >= Kernel::kQueries || !self().p.is_varlen()) return;
     clear_rows(shared.q[stage], rows, thread(), kGroupThreads);
     clear_rows(shared.dout[stage], rows, thread(), kGroupThreads);
-    if constexpr (Kernel::Moves::kQ) clear_rows(shared.tq[stage], rows, thread(), kGroupThreads);
+    if constexpr (Kernel::Given::kQ) clear_rows(shared.tq[stage], rows, thread(), kGroupThreads);
     ptx::fence_async_shared();
     ptx::named_barrier_sync(kGroupCleared + self().group, kGroupThreads);
   }
@@ -211,7 +211,7 @@ struct SecondConsumer {
     const int rows = work.length_k - work.key0, thread = static_cast<int>(threadIdx.x) - kGroupThreads;
     if (rows >= Kernel::kKeys || !self().p.is_varlen()) return;
     clear_rows(shared.k[0], rows, thread, 2 * kGroupThreads);
-    if constexpr (Kernel::Moves::kK) clear_rows(shared.tk[0], rows, thread, 2 * kGroupThreads);
+    if constexpr (Kernel::Given::kK) clear_rows(shared.tk[0], rows, thread, 2 * kGroupThreads);
     ptx::fence_async_shared();
     ptx::named_barrier_sync(kKeysCleared, 2 * kGroupThreads);
   }

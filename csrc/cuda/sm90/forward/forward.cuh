@@ -44,17 +44,17 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
   static constexpr int kPanels = panels(Operands::kColumns);
   static constexpr int kScoreTiles = kKeys / 8, kOutTiles = kHeadDimV / 8, kSteps = Operands::kSteps;
   using Visibility = typename Policies::template Visibility<kKeys, kGroups, kTile.teams()>;
-  using Scores = typename Policies::template Scores<T, kKeys>;
+  using Scoring = typename Policies::template Scoring<T, kKeys>;
   using Dropping = typename Policies::template Dropping<kSteps>;
   using Generator = typename Dropping::Generator;
-  using Maps = typename Scores::Maps;
-  using Score = typename Scores::Rule;
+  using Maps = typename Scoring::Maps;
+  using Score = typename Scoring::Rule;
   using KeyWalk = typename Visibility::Walk;
   static constexpr bool kMasks = Policies::kMasks, kLists = Policies::kLists, kFinds = kMasks && !kLists;
   static constexpr int kMaskStages = kMasks ? kStages : 0, kFoundStages = kFinds ? kStages : 0;
   static constexpr bool kTurnsOfValues = kGroups > 2;  // with kInTurn
   static constexpr bool kClearsTail = !Operands::kZeroRows, kTailsOfCaches = Policies::kTailsOfCaches;
-  static constexpr int kBiasTiles = Scores::kTileStages;
+  static constexpr int kBiasTiles = Scoring::kTileStages;
   static constexpr int kRowStages = Operands::kRowStages, kTransposers = kRowStages > 0 ? kTransposingWarps : 0;
 
   // Warpgroups of one team share query tiles, warps of the producer warpgroup, and a Shared.
@@ -65,7 +65,7 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
       (kPanels + kOutPanels) * kQueries * 128 +
       kStages * static_cast<int>(kPanels * kKeys * 128 + sizeof(typename Operands::Values));
   static constexpr bool kStoresByTma = std::is_same_v<Chunking, NoChunks> && !Policies::kTailsOfCaches && !kFinds &&
-                                       kBiasTiles == 0 && !Scores::kIsFp8 && kTileBytes + kOtherBytes <= kSharedBytes;
+                                       kBiasTiles == 0 && !Scoring::kIsFp8 && kTileBytes + kOtherBytes <= kSharedBytes;
 
   using Work = ForwardWork;
   using SeenWork = typename Chunking::Work;
@@ -110,7 +110,7 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
   template <class Take, class Body>
   static __device__ __forceinline__ void each_work(const AttnParams& p, const TileGrid& grid, const Take& take,
                                                    const Body& body, int team = 0) {
-    each_forward_work<kQueries, kKeys, Scores::kBatchesTogether, Visibility::kTakesLate>(
+    each_forward_work<kQueries, kKeys, Scoring::kBatchesTogether, Visibility::kTakesLate>(
         p, grid, static_cast<int>(team * gridDim.x + blockIdx.x), take, body);
   }
 
@@ -192,7 +192,7 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
   Dropping dropping;
   Chunking chunking;
   OnlineSoftmax<> softmax;
-  Scores scoring;
+  Scoring scoring;
   float shrink[2];                       // the factors for `out` before the next values are added
   const CUtensorMap* out_map = nullptr;  // set with kStoresByTma; nullptr: warps store their rows themselves
 
@@ -379,7 +379,7 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
     Visibility::take_poisoned(shared, work_parity ^ 1, warp_row, poisoned);
 
     float sink_shrink[2] = {1, 1};
-    if (p.has_sink) softmax.end(head_sink(p, work.h), Scores::kWeightScale, sink_shrink);
+    if (p.has_sink) softmax.end(head_sink(p, work.h), Scoring::kWeightScale, sink_shrink);
     const float scale = 256.f / p.dropout_threshold * scoring.value_scale(p, work.b, work.h);
     const int row = work.row0 + warp_row + g(), columns = static_cast<int>(p.head_dim_v);
     const int64_t at = int64_t{work.query_start} + row;
@@ -388,7 +388,7 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
     float factors[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) factors[r] = poisoned[r] ? not_a_number() : scale * sink_shrink[r] / sums[r];
-    if constexpr (Scores::kIsFp8) {
+    if constexpr (Scoring::kIsFp8) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         store_row_of_fp8(p, work.b, work.h, at + 8 * r, out, r, factors[r], zero[r], exist[r], columns);
@@ -396,7 +396,7 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
     } else if (!store_by_tma(work, factors, exist[1] && !zero[0] && !zero[1])) {
       store_rows(row_pointer<T>(p.out, work.b, work.h, at), 8 * p.out.row_stride, out, factors, zero, exist, columns);
     }
-    constexpr float kTotal = 1 / Scores::kWeightScale;
+    constexpr float kTotal = 1 / Scoring::kWeightScale;
     softmax.write(p, work.b, work.h, at, {sums[0] * kTotal, sums[1] * kTotal}, exist);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -468,11 +468,11 @@ void launch_forward(const AttnParams& p) {
     maps.has_out = rows_are_aligned(p.out, p.head_dim_v, Kernel::kElementBytes);
     if (maps.has_out) maps.out = query_map(p, p.out, p.head_dim_v, kOutRows);
   }
-  Kernel::Scores::set_bias_map(p, &maps, Kernel::kQueries);
+  Kernel::Scoring::set_bias_map(p, &maps, Kernel::kQueries);
   const int64_t blocks = tile_count(p.seqlen_q, Kernel::kQueries), heads = p.batch * p.heads_q, all = blocks * heads;
   const int64_t processors = multiprocessors();
   int* const taken = takes_tiles<Kernel>(p, all) ? static_cast<int*>(p.workspace) : nullptr;
-  const TileGrid grid{forward_order(p, blocks, Kernel::kElementBytes, Kernel::Scores::kBatchesTogether ? p.batch : 1),
+  const TileGrid grid{forward_order(p, blocks, Kernel::kElementBytes, Kernel::Scoring::kBatchesTogether ? p.batch : 1),
                       static_cast<int>(all), taken};
   if constexpr (Operands::kPrepares) {
     Operands::prepare(p, taken);

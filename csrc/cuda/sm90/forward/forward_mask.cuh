@@ -18,19 +18,20 @@ struct alignas(8) KeyTile {
   static constexpr int kWarps = 4 * kGroups;
   static constexpr int kSeen = 16, kRun = 20, kSlot = 25, kSlotParity = 27, kLast = 31;
   static constexpr uint32_t kWhole = (1u << kWarps) - 1, kSeenByAll = ((1u << kGroups) - 1) << kSeen;
-  static constexpr uint32_t kPlain = kWhole | kSeenByAll;
+  static constexpr uint32_t kHidesNothing = kWhole | kSeenByAll;
   static_assert(kWarps <= kSeen && kSeen + kGroups <= kRun);
 
   int n;  // its number
   // Below kSeen: for each warp, whether all of its rows see all keys as far as the Mask is concerned. From kSeen on:
   // for each warpgroup, whether rows of it see keys. From kRun on, a number: how many of the following tiles are
-  // contiguous, in descending order, and kPlain, so that the consumers need not read their KeyTile. From kSlot on, for
-  // a partial tile: the slot of its PartialTile, and the parity of the slot. kLast: whether this is the last tile.
+  // contiguous, in descending order, and hide nothing, so that the consumers need not read their KeyTile. From kSlot
+  // on, for a partial tile: the slot of its PartialTile, and the parity of the slot. kLast: whether this is the last
+  // tile.
   uint32_t bits;
 
   __device__ __forceinline__ bool has(int bit) const { return bits >> bit & 1; }
   __device__ __forceinline__ bool is_whole() const { return (bits & kWhole) == kWhole; }
-  __device__ __forceinline__ bool is_plain() const { return (bits & kPlain) == kPlain; }
+  __device__ __forceinline__ bool hides_nothing() const { return (bits & kHidesNothing) == kHidesNothing; }
   __device__ __forceinline__ int run() const { return static_cast<int>(bits >> kRun & 31); }
   __device__ __forceinline__ int slot() const { return static_cast<int>(bits >> kSlot & 3); }
   __device__ __forceinline__ uint32_t slot_parity() const { return bits >> kSlotParity & 1; }
@@ -179,7 +180,7 @@ struct KeyFinder {
   __device__ __forceinline__ void mark_runs(KeyTile (&tiles)[32], int count) const {
     const int i = lane();
     bool in_run = false;
-    if (i > 0 && i < count - 1) in_run = tiles[i].is_plain() && tiles[i].n == tiles[i - 1].n - 1;
+    if (i > 0 && i < count - 1) in_run = tiles[i].hides_nothing() && tiles[i].n == tiles[i - 1].n - 1;
     const uint32_t after = __ballot_sync(~0u, in_run) >> i >> 1;
     if (i < count) tiles[i].bits |= static_cast<uint32_t>(__ffs(static_cast<int>(~after)) - 1) << KeyTile::kRun;
     __syncwarp();

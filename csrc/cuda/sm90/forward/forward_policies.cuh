@@ -27,7 +27,7 @@ struct PlainPolicies {
   template <int kKeys, int kGroups, int kTeams>
   using Visibility = ArithmeticVisibility;
   template <class T, int kKeys>
-  using Scores = WithoutBiasTiles<PlainScores>;
+  using Scoring = WithoutBiasTiles<PlainScores>;
   template <int kSteps>
   using Dropping = NoDropout<kSteps>;
   static constexpr bool kTailsOfCaches = false;
@@ -59,17 +59,17 @@ struct ForwardPolicies<kBlocks> : PlainPolicies {
 template <>
 struct ForwardPolicies<kScores> : PlainPolicies {
   template <class T, int kKeys>
-  using Scores = WithoutBiasTiles<DistanceScores<T, kKeys>>;
+  using Scoring = WithoutBiasTiles<DistanceScores<T, kKeys>>;
 };
 template <>
 struct ForwardPolicies<kBias> : PlainPolicies {
   template <class T, int kKeys>
-  using Scores = BiasTileScores<T, kKeys>;
+  using Scoring = BiasTileScores<T, kKeys>;
 };
 template <>
 struct ForwardPolicies<kFp8Scores> : PlainPolicies {
   template <class T, int kKeys>
-  using Scores = WithoutBiasTiles<std::conditional_t<kIsFloat8<T>, Fp8ProductScores, DescaledScores<T>>>;
+  using Scoring = WithoutBiasTiles<std::conditional_t<kIsFloat8<T>, Fp8ProductScores, DescaledScores<T>>>;
 };
 template <>
 struct ForwardPolicies<kFp8General> : ForwardPolicies<kFp8Scores> {
@@ -84,7 +84,7 @@ struct ForwardPolicies<kUnlisted> {
   template <int kKeys, int kGroups, int kTeams>
   using Visibility = IntervalVisibility<kGroups>;
   template <class T, int kKeys>
-  using Scores = WithoutBiasTiles<GeneralScores<T, 1, kKeys>>;
+  using Scoring = WithoutBiasTiles<GeneralScores<T, 1, kKeys>>;
   template <int kSteps>
   using Dropping = OptionalDropout<kSteps>;
 };

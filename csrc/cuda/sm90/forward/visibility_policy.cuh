@@ -97,7 +97,7 @@ struct IntervalVisibility {
       ptx::barrier_wait(&shared.k_full[k.stage], k.parity);
       --walk.run;
       --walk.n;
-      walk.tile.bits = KeyTile::kPlain;
+      walk.tile.bits = KeyTile::kHidesNothing;
       return true;
     }
     walk.done = walk.tile.has(KeyTile::kLast);

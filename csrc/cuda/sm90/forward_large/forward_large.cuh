@@ -115,7 +115,7 @@ struct LargeForward {
 
   // --- the warpgroup of scores --------------------------------------------------------------------------------------
 
-  struct Scores {
+  struct ScoreGroup {
     Shared& shared;
     const AttnParams& p;
     const Score& score;
@@ -272,7 +272,7 @@ struct LargeForward {
 
   // --- the warpgroups that accumulate `out` -------------------------------------------------------------------------
 
-  struct Sums {
+  struct SumGroup {
     Shared& shared;
     const AttnParams& p;
     const int half;  // which half of the columns
@@ -426,10 +426,10 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(LargeForward<T, kHea
     if (warp == 1) LargeValueLoader<Kernel>{shared, p, maps}.load_all();
   } else if (group == 1) {
     ptx::give_registers<kLargeRegisters.scores>();
-    typename Kernel::Scores{shared, p, score, Kernel::first_of_warp()}.compute_tiles();
+    typename Kernel::ScoreGroup{shared, p, score, Kernel::first_of_warp()}.compute_tiles();
   } else {
     ptx::take_registers<kLargeRegisters.sums>();
-    typename Kernel::Sums{shared, p, group - 2, Kernel::first_of_warp()}.compute_tiles();
+    typename Kernel::SumGroup{shared, p, group - 2, Kernel::first_of_warp()}.compute_tiles();
   }
   ptx::cluster_sync();
 #endif

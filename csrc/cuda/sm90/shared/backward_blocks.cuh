@@ -275,9 +275,9 @@ struct BlockQueries : ArithmeticQueries {
       listed.steps[stage] = listed.added[loader.lists.step] = step;
     }
     loader.lists.step = (loader.lists.step + 1) % kStepsKept;
-    using Scores = typename Loader::Scores;
-    const Limits unmasked = Scores::unmasked_queries(loader.p, work.mask(loader.p), work.key0, Loader::kKeys);
-    const bool hides = inspects || Scores::is_masked(unmasked, row);
+    using Packing = typename Loader::Packing;
+    const Limits unmasked = Packing::unmasked_queries(loader.p, work.mask(loader.p), work.key0, Loader::kKeys);
+    const bool hides = inspects || Packing::is_masked(unmasked, row);
     const bool has_mark = loader.load_statistics(work, step.h, step.m);
     publish_marks(shared.has_marks[stage], has_mark, hides ? kHiddenPairs : 0);
     ptx::barrier_arrive(inspects ? &listed.arrived[slot] : &shared.q_full[stage]);  // every lane, for its own writes

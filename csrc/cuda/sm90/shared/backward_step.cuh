@@ -37,9 +37,9 @@ __device__ __forceinline__ void publish_marks(int& has_marks, bool has_mark, int
   if (lane() == 0) has_marks = any | more;
 }
 // Whether causal, the window or a Mask hides pairs of a step; with a BlockMask Shared::has_marks says it.
-template <class Visibility, class Scores, class Walk>
+template <class Visibility, class Packing, class Walk>
 __device__ __forceinline__ bool is_masked_step(const Limits& unmasked, const Walk& now) {
-  return !Visibility::kLists && Scores::is_masked(unmasked, now.m * Scores::kTiles * 8);
+  return !Visibility::kLists && Packing::is_masked(unmasked, now.m * Packing::kTiles * 8);
 }
 
 // What the arithmetic of a step reads besides its products.
@@ -83,7 +83,7 @@ struct BackwardLoader {
   using Walk = typename Kernel::Walk;
   using Visibility = typename Kernel::Visibility;
   using Heads = typename Kernel::Heads;
-  using Scores = typename Kernel::Scores;
+  using Packing = typename Kernel::Packing;
   static constexpr int kQueries = Kernel::kQueries, kKeys = Kernel::kKeys;
 
   typename Kernel::Shared& shared;
@@ -175,7 +175,7 @@ struct BackwardLoader {
   __device__ const Work& publish(const BackwardWork& work) {
     ptx::barrier_wait(&shared.work_empty[works.stage], works.parity ^ 1);
     Work& to = shared.work[works.stage];
-    Visibility::template describe<Scores, kKeys>(p, work, to);
+    Visibility::template describe<Packing, kKeys>(p, work, to);
     if (lane() == 0) {
       static_cast<BackwardWork&>(to) = work;
       ptx::barrier_arrive(&shared.work_full[works.stage]);

@@ -31,8 +31,8 @@ class KeyGradientTurns {
   using T = typename Kernel::Element;
   using Work = typename Kernel::Work;
   using Walk = typename Kernel::Walk;
-  using Scores = typename Kernel::Scores;
-  using Packed = typename Scores::Packed;
+  using Packing = typename Kernel::Packing;
+  using Packed = typename Packing::Packed;
   static constexpr int kQueries = Kernel::kQueries;
   using Products = float[kQueries / 8][4];
 
@@ -40,7 +40,7 @@ class KeyGradientTurns {
 
   // Queries that see all of this warpgroup's keys.
   __device__ __forceinline__ Limits unmasked_queries(const Work& work) const {
-    return uniform(Scores::unmasked_queries(kernel.p, work.mask(kernel.p), work.key0 + kernel.group * 64, 64));
+    return uniform(Packing::unmasked_queries(kernel.p, work.mask(kernel.p), work.key0 + kernel.group * 64, 64));
   }
 
   // The turn of dP^T and dv. dv is complete before dS^T is packed: its operands, the weights, then free registers. With
@@ -114,7 +114,7 @@ class KeyGradientTurns {
                                    is_masked(unmasked, now));
   }
   static __device__ __forceinline__ bool is_masked(const Limits& unmasked, const Walk& now) {
-    return is_masked_step<typename Kernel::Visibility, Scores>(unmasked, now);
+    return is_masked_step<typename Kernel::Visibility, Packing>(unmasked, now);
   }
   // dS^T becomes an operand of dk, and goes to shared memory.
   __device__ __forceinline__ void store_dscores(Packed& packed, const Products& dscores) {

@@ -167,8 +167,8 @@ namespace flashattn_ext::sm90 {
 //   differentiate(...)       dP becomes dS
 //   store_bias_gradient(...) dS goes to the gradient of the bias
 
-// What most policies have. Scores: PackedScores.
-template <class Scores>
+// What most policies have. Packing: PackedScores.
+template <class Packing>
 struct UnbiasedGradients {
   using Workspace = BackwardWorkspace;
   using Maps = BackwardMaps;
@@ -186,37 +186,37 @@ struct UnbiasedGradients {
   static __device__ __forceinline__ void load_rows(Shared&, int, const AttnGradParams&, const BackwardWorkspace&, int,
                                                    int, int, int) {}
   static __device__ __forceinline__ Limits unmasked(const AttnParams& p, const BackwardWork& work, int key) {
-    return Scores::unmasked_queries(p, work.mask(p), key, 64);
+    return Packing::unmasked_queries(p, work.mask(p), key, 64);
   }
   template <class Step, class Work, class Walk>
   __device__ __forceinline__ Nothing begin(const Step&, const Work&, const Walk&) const {
     return {};
   }
   template <class Step>
-  __device__ __forceinline__ void store_bias_gradient(const Step&, const typename Scores::Scores&,
-                                                      const typename Scores::Packed&) const {}
+  __device__ __forceinline__ void store_bias_gradient(const Step&, const typename Packing::Scores&,
+                                                      const typename Packing::Packed&) const {}
 };
 
 // No option of a score.
-template <class Scores>
-struct PlainGradients : UnbiasedGradients<Scores> {
+template <class Packing>
+struct PlainGradients : UnbiasedGradients<Packing> {
   template <class Step, class Work, class Walk>
-  __device__ __forceinline__ void weigh(typename Scores::Packed& weights, typename Scores::Scores& scores,
+  __device__ __forceinline__ void weigh(typename Packing::Packed& weights, typename Packing::Scores& scores,
                                         const Step& step, const Work& work, const Walk& now, bool masked, Nothing) {
-    const int row0 = now.m * Scores::kTiles * 8;
+    const int row0 = now.m * Packing::kTiles * 8;
     const auto prepare = [&] {
       step.subtract_words(scores, step.workspace.score, work.b, now.h, row0);
       return visible(step.p, work, now.h);
     };
-    Scores::weigh(weights, scores, step.workspace.score, step.lse(), step.is_rare(masked), prepare, row0,
-                  work.key0 + step.warp_key);
+    Packing::weigh(weights, scores, step.workspace.score, step.lse(), step.is_rare(masked), prepare, row0,
+                   work.key0 + step.warp_key);
   }
   template <class Step, class Work, class Walk>
-  __device__ __forceinline__ void differentiate(typename Scores::Scores& dscores,
-                                                const typename Scores::Packed& weights, const Step& step, const Work&,
+  __device__ __forceinline__ void differentiate(typename Packing::Scores& dscores,
+                                                const typename Packing::Packed& weights, const Step& step, const Work&,
                                                 const Walk&, bool masked) {
-    Scores::differentiate(dscores, weights, step.workspace.score, step.delta(), step.is_rare(masked),
-                          [&] { step.clear_rows(dscores); });
+    Packing::differentiate(dscores, weights, step.workspace.score, step.delta(), step.is_rare(masked),
+                           [&] { step.clear_rows(dscores); });
   }
 };
 
