@@ -15,7 +15,7 @@ template <class Kernel>
 class ApartWalk : KeyGradientTurns<Kernel> {
   using Turns = KeyGradientTurns<Kernel>;
   using Turns::kernel, Turns::shared, Turns::scores;
-  using typename Turns::Packed, typename Turns::Products;
+  using typename Turns::Packed, typename Turns::Products, typename Turns::Walk;
 
  public:
   __device__ __forceinline__ ApartWalk(Kernel& kernel, const BackwardWork& work)
@@ -148,7 +148,7 @@ class ApartWalk : KeyGradientTurns<Kernel> {
   }
 
   const BackwardWork& work;
-  typename Kernel::Walk now;
+  Walk now;
   Limits unmasked;
 };
 

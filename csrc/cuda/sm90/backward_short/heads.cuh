@@ -116,8 +116,6 @@ struct HeadBackward : PingPong {
 template <class Kernel>
 struct HeadQueryGradients {
   using T = typename Kernel::Element;
-  using Work = typename Kernel::Work;
-  using Walk = typename Kernel::Walk;
   static constexpr int kQueries = Kernel::kQueries;
   static constexpr bool kHalvesAreRows = Kernel::kHalvesAreRows;
 
@@ -129,7 +127,7 @@ struct HeadQueryGradients {
   RingPosition<Kernel::kDscoreBuffers> buffers;
 
   __device__ __forceinline__ void compute_tiles() {
-    for_each_work(shared, works, [&](const Work& work) {
+    for_each_work(shared, works, [&](const HeadWork& work) {
       if (uniform(work.tiles) > 0) compute_tile(work);
       ptx::barrier_arrive(&shared.work_empty[works.stage]);
     });
@@ -137,8 +135,8 @@ struct HeadQueryGradients {
 
  private:
   // The sums of the next half are copied to shared memory while a half is multiplied.
-  __device__ __forceinline__ void compute_tile(const Work& work) {
-    Walk now(work, static_cast<int>(p.group_size()));
+  __device__ __forceinline__ void compute_tile(const HeadWork& work) {
+    HeadWalk now(work, static_cast<int>(p.group_size()));
     __threadfence();  // copies, which read L2, follow this thread's stores of the key tile before
     fetch(work, now, 0);
     ptx::barrier_wait(&shared.k_full[keys.stage], keys.parity);
@@ -176,12 +174,12 @@ struct HeadQueryGradients {
   }
 
   static __device__ __forceinline__ int thread() { return threadIdx.x % kGroupThreads; }
-  __device__ __forceinline__ float4* sums(const Work& work, int h, int m, int half) const {
+  __device__ __forceinline__ float4* sums(const HeadWork& work, int h, int m, int half) const {
     const int64_t tile = work.dq_tile + h * workspace.query_tiles + m;
     return workspace.sums + (2 * tile + half) * kHalfVectors + thread();
   }
   // Starts to copy the sums of a half, if there are any. No other thread reads or writes them.
-  __device__ __forceinline__ void fetch(const Work& work, const Walk& next, int half) const {
+  __device__ __forceinline__ void fetch(const HeadWork& work, const HeadWalk& next, int half) const {
     if (!work.has_met(next.m)) return;
     const float4* const from = sums(work, next.h, next.m, half);
 #pragma unroll
@@ -198,12 +196,12 @@ struct HeadQueryGradients {
       dq[c][0] = x.x, dq[c][1] = x.y, dq[c][2] = x.z, dq[c][3] = x.w;
     }
   }
-  __device__ __forceinline__ void keep(const float (&dq)[8][4], const Work& work, int h, int m, int half) const {
+  __device__ __forceinline__ void keep(const float (&dq)[8][4], const HeadWork& work, int h, int m, int half) const {
     float4* const to = sums(work, h, m, half);
 #pragma unroll
     for (int c = 0; c < 8; ++c) __stcg(to + c * kGroupThreads, make_float4(dq[c][0], dq[c][1], dq[c][2], dq[c][3]));
   }
-  __device__ __forceinline__ void write(const float (&dq)[8][4], const Work& work, int h, int m, int half) const {
+  __device__ __forceinline__ void write(const float (&dq)[8][4], const HeadWork& work, int h, int m, int half) const {
     const int column = kHalvesAreRows ? 0 : half * 64;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {

@@ -181,7 +181,7 @@ struct Second : SecondConsumer<Second<T, kHeadDim, kOptions, kHeadDimV, Tangents
     const int query = group * kOwnQueries, row0 = now.m * kQueries + query;
     this_step().subtract_words(x, workspace.score, work.b, now.h, row0, query);
     this_step().clear_rows(dp, query);
-    SecondStep<Second, kScoreTiles>(workspace, shared, queries.stage, query)
+    SecondStep<Given, kScoreTiles, Workspace>(workspace, shared, queries.stage, query)
         .run(x, tangents, dp, b, Packing::is_masked(unmasked, row0), work.mask(p), row0, work.key0 + warp_key + g());
     clear_moved_rows(this_step(), x, dp, query);
     pack_scores<T>(of_values, x);
@@ -222,10 +222,11 @@ struct SecondRun {
   template <class Given>
   static void run(const SecondParams& p) {
     using Kernel = SecondOf<T, kHeadDim, kOptions, kHeadDimV, Given>;
-    const auto workspace = second_workspace<typename Kernel::Layout>(p);
+    using Layout = typename Kernel::Layout;
+    const auto workspace = second_workspace<Layout>(p);
     prepare_second<T>(p, workspace);
     launch_backward_main<Kernel>(second_kernel<Kernel>, "sm90 second", p, workspace);
-    launch_dq_finish<typename Kernel::Layout>(p, workspace);
+    launch_dq_finish<Layout>(p, workspace);
     launch_dsink(p, workspace, "second (sink)", SecondOfRow{workspace.r});
   }
 };

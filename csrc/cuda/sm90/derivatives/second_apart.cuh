@@ -215,7 +215,7 @@ struct SecondApart : PingPong, SecondConsumer<SecondApart<T, kHeadDim, kOptions,
     const int row0 = now.m * kQueries;
     this_step().subtract_words(x, workspace.score, work.b, now.h, row0);
     this_step().clear_rows(dp);
-    SecondStep<SecondApart, kTiles>(workspace, shared, queries.stage, 0)
+    SecondStep<Given, kTiles, Workspace>(workspace, shared, queries.stage, 0)
         .run(x, tangents, dp, b, Packing::is_masked(unmasked, row0), work.mask(p), row0,
              work.key0 + group * 64 + warp_key + g());
     clear_moved_rows(this_step(), x, dp, 0);

@@ -94,13 +94,12 @@ __device__ __forceinline__ void clear_moved_rows(const Step& step, float (&of_va
 // The arithmetic of a lane on the scores of a step, transposed: rows are keys, columns the step's queries from `query`
 // on. x, tangents, dp and b are in the order of PlainSecond; they become the weights of dv, T and F, in x, tangents and
 // dp.
-template <class Kernel, int kTiles>
+template <class Given, int kTiles, class Workspace>
 struct SecondStep {
-  using Given = typename Kernel::Given;
   using Scores = float[kTiles][4];
 
   // What PlainSecond takes for a step, and for dropout.
-  const typename Kernel::Workspace& workspace;
+  const Workspace& workspace;
   const SecondRows rows;
   static constexpr int query = 0;
   struct KeepsAll {
@@ -108,8 +107,8 @@ struct SecondStep {
     __device__ __forceinline__ bool keeps(int, int, int) const { return true; }
   };
 
-  __device__ __forceinline__ SecondStep(const typename Kernel::Workspace& workspace,
-                                        const typename Kernel::Shared& shared, int stage, int query)
+  template <class Shared>
+  __device__ __forceinline__ SecondStep(const Workspace& workspace, const Shared& shared, int stage, int query)
       : workspace(workspace),
         rows{shared.lse[stage] + query, nullptr, shared.delta[stage] + query, shared.r[stage] + query,
              shared.tlse[stage] + query} {}

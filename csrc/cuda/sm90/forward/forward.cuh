@@ -471,7 +471,7 @@ void launch_forward(const AttnParams& p) {
   Kernel::Scoring::set_bias_map(p, &maps, Kernel::kQueries);
   const int64_t blocks = tile_count(p.seqlen_q, Kernel::kQueries), heads = p.batch * p.heads_q, all = blocks * heads;
   const int64_t processors = multiprocessors();
-  int* const taken = takes_tiles<Kernel>(p, all) ? static_cast<int*>(p.workspace) : nullptr;
+  int* const taken = takes_tiles(p, all, Kernel::kMasks) ? static_cast<int*>(p.workspace) : nullptr;
   const TileGrid grid{forward_order(p, blocks, Kernel::kElementBytes, Kernel::Scoring::kBatchesTogether ? p.batch : 1),
                       static_cast<int>(all), taken};
   if constexpr (Operands::kPrepares) {

@@ -6,6 +6,7 @@
 #include "cuda/host/tensor_map.h"
 #include "cuda/score/intervals.cuh"
 #include "cuda/score/isolation.cuh"
+#include "cuda/sm90/shared/forward_work.cuh"
 #include "cuda/stages/tile_order.cuh"
 #include "cuda/tile/ring.cuh"
 #include "cuda/tile/warp.cuh"
@@ -74,7 +75,7 @@ constexpr int kValueInspectors = 2;
 // All lanes of the warp take part.
 template <class Kernel>
 struct KeyFinder {
-  using Work = typename Kernel::Work;
+  using Work = ForwardWork;
   using KeyTile = typename Kernel::KeyTile;
   static constexpr int kKeys = Kernel::kKeys, kQueries = Kernel::kQueries;
 
@@ -300,15 +301,14 @@ struct FoundKeyLoader {
 // Rows of values of a partial tile that are not finite become zeros (isolation.cuh), and rows of `out` that see them
 // are stored as NaN. warp: index among the inspecting warps. each_row(tile, at, i, visit): calls visit(row) with the
 // rows of the query tile that see key i of the tile, which is at this place of the ring of partial tiles.
-template <class Kernel, class EachRow>
-__device__ __forceinline__ void inspect_values(typename Kernel::Shared& shared, int warp, const EachRow& each_row) {
-  constexpr int kInspectors = Kernel::Visibility::kValueArrivals;
-  for (RingPosition<Kernel::kStages> at;; at.advance()) {
+template <class Operands, int kInspectors, int kStages, class Shared, class EachRow>
+__device__ __forceinline__ void inspect_values(Shared& shared, int warp, const EachRow& each_row) {
+  for (RingPosition<kStages> at;; at.advance()) {
     const auto& tile = shared.partial_tiles[at.stage];
     ptx::barrier_wait(&shared.v_arrived[at.stage], at.parity);
     const int stage = tile.stage;
     if (stage < 0) return;
-    const bool found = Kernel::Operands::template isolate<kInspectors>(shared.v[stage], warp, [&](int i, bool finite) {
+    const bool found = Operands::template isolate<kInspectors>(shared.v[stage], warp, [&](int i, bool finite) {
       if (finite) return;
       each_row(tile, at, i, [&](int row) { shared.poisoned[tile.work_parity][row] = true; });
     });
@@ -319,16 +319,17 @@ __device__ __forceinline__ void inspect_values(typename Kernel::Shared& shared, 
 }
 
 // The same with a Mask.
-template <class Kernel>
-__device__ __forceinline__ void inspect_masked_values(typename Kernel::Shared& shared, const AttnParams& p, int warp) {
-  inspect_values<Kernel>(shared, warp, [&](const auto& tile, const auto& at, int i, const auto& visit) {
-    ptx::barrier_wait(&shared.pairs_full[at.stage], at.parity);
-    const int2 pair = tile.pairs[i];
-    const Limits rows = Mask32(p, tile.length_q, tile.length_k).rows_of(tile.key0 + i, tile.key0 + i + 1);
-    const int end = min(min(rows.end, pair.y), tile.row0 + Kernel::kQueries);
+template <class Operands, int kStages, int kQueries, class Shared>
+__device__ __forceinline__ void inspect_masked_values(Shared& shared, const AttnParams& p, int warp) {
+  inspect_values<Operands, kValueInspectors, kStages>(
+      shared, warp, [&](const auto& tile, const auto& at, int i, const auto& visit) {
+        ptx::barrier_wait(&shared.pairs_full[at.stage], at.parity);
+        const int2 pair = tile.pairs[i];
+        const Limits rows = Mask32(p, tile.length_q, tile.length_k).rows_of(tile.key0 + i, tile.key0 + i + 1);
+        const int end = min(min(rows.end, pair.y), tile.row0 + kQueries);
 #pragma unroll 1
-    for (int row = max(max(rows.begin, pair.x), tile.row0); row < end; ++row) visit(row - tile.row0);
-  });
+        for (int row = max(max(rows.begin, pair.x), tile.row0); row < end; ++row) visit(row - tile.row0);
+      });
 }
 
 }  // namespace flashattn_ext::sm90

@@ -65,7 +65,7 @@ struct IntervalVisibility {
     } else if (warp == 1) {
       KeyFinder<Kernel>{shared, p}.find_all(grid);
     } else {
-      inspect_masked_values<Kernel>(shared, p, warp - 2);
+      inspect_masked_values<typename Kernel::Operands, Kernel::kStages, Kernel::kQueries>(shared, p, warp - 2);
     }
   }
 
@@ -166,7 +166,8 @@ struct BlockVisibility {
     if (warp < kTeams) {
       ListedKeyLoader<Kernel, Maps>{shared, p, maps, grid, warp}.load_all();
     } else if (warp > 1) {
-      inspect_listed_values<Kernel>(shared, p, (warp - 2) / kTeams);
+      inspect_listed_values<typename Kernel::Operands, kValueArrivals, Kernel::kStages, kKeysOfTile>(
+          shared, p, (warp - 2) / kTeams);
     }
   }
 

@@ -116,7 +116,7 @@ void invariant(const AttnParams& p) {
   using Kernel = InvariantKernel<T, kHeadDim, kOptions, InvariantForward>;
   if (p.batch * p.heads_q == 0) return;
   const int64_t blocks = tile_count(p.seqlen_q, Kernel::kQueries), tiles = blocks * p.batch * p.heads_q;
-  int* const taken = takes_tiles<Kernel>(p, tiles) ? static_cast<int*>(p.workspace) : nullptr;
+  int* const taken = takes_tiles(p, tiles, Kernel::kMasks) ? static_cast<int*>(p.workspace) : nullptr;
   if (taken) zero_taken(p, taken);
   ChunkGrid grid{};
   static_cast<TileGrid&>(grid) = {forward_order(p, blocks, sizeof(T)), static_cast<int>(tiles), taken};

@@ -50,8 +50,9 @@ struct DqAdder {
   int step = 0;  // steps of this thread block so far
 
   // The warp is one of several in kernels with a bias (backward_bias.cuh), which use the last two arguments.
+  template <class Maps>
   __device__ DqAdder(typename Kernel::Shared& shared, const AttnGradParams& p, const BackwardWorkspace& workspace,
-                     const typename Kernel::Maps&, int)
+                     const Maps&, int)
       : shared(shared), p(p), workspace(workspace) {}
 
   __device__ void add_tiles() {
