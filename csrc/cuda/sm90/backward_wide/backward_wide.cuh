@@ -206,6 +206,30 @@ struct WideBackward {
       release(shared.keys_empty[keys.stage]);
       keys.advance();
     }
+    // Walks over the queries of a key tile: prepare(now) computes the scores of a step, start(now) issues the product
+    // that adds to `sum`, and end() comes when that is complete. The last step is peeled, so that no product is in
+    // flight when the loop exits.
+    template <int N, class Prepare, class Start, class End>
+    __device__ __forceinline__ void walk(const Work& work, float (&sum)[N][4], const Prepare& prepare,
+                                         const Start& start, const End& end) {
+      Walk now(p, work, static_cast<int>(p.group_size()));
+      const auto add = [&](int stage) {
+        start(now);
+        ptx::wgmma_wait<0>();
+        ptx::hold(sum);
+        end();
+        end_queries(stage);
+        queries.advance();
+      };
+      prepare(now);
+      while (now.left > 1) {
+        add(queries.stage);
+        now.advance();
+        prepare(now);
+      }
+      add(queries.stage);
+      end_keys();
+    }
     // Zeroes the rows from `rows` on. They follow the end of a packed sequence and belong to another sequence, whose
     // NaNs weights of 0 would still propagate. Only one warpgroup uses each tile in such a product.
     template <int kTilePanels, int kRows>
@@ -241,27 +265,10 @@ struct WideBackward {
 
     __device__ __forceinline__ void walk_queries(const Work& work) {
       const Limits unmasked = this->unmasked_queries(work);
-      Walk now(p, work, static_cast<int>(p.group_size()));
       Visibility::await(shared.k_full, shared.keys_inspected, keys);
-      weigh_next(work, now, unmasked);
-      while (now.left > 1) {
-        const int stage = queries.stage;
-        start_values(work, now);
-        ptx::wgmma_wait<0>();
-        ptx::hold(dv);
-        this->end_dout();
-        this->end_queries(stage);
-        queries.advance();
-        now.advance();
-        weigh_next(work, now, unmasked);
-      }
-      start_values(work, now);
-      ptx::wgmma_wait<0>();
-      ptx::hold(dv);
-      this->end_dout();
-      this->end_queries(queries.stage);
-      queries.advance();
-      this->end_keys();
+      this->walk(
+          work, dv, [&](const Walk& now) { weigh_next(work, now, unmasked); },
+          [&](const Walk& now) { start_values(work, now); }, [&] { this->end_dout(); });
     }
 
     __device__ __forceinline__ void weigh_next(const Work& work, const Walk& now, const Limits& unmasked) {
@@ -326,28 +333,13 @@ struct WideBackward {
 
     __device__ __forceinline__ void walk_queries(const Work& work) {
       const Limits unmasked = this->unmasked_queries(work);
-      Walk now(p, work, static_cast<int>(p.group_size()));
       float dscores[kQueries / 8][4];
       Visibility::await(shared.v_full, shared.keys_inspected, keys);
-      start_scores(dscores);
-      finish_scores(dscores);
-      while (now.left > 1) {
-        const int stage = queries.stage;
-        start_keys(dscores, work, now, unmasked);
-        ptx::wgmma_wait<0>();
-        ptx::hold(dk);
-        this->end_queries(stage);
-        queries.advance();
+      const auto multiply = [&](const Walk&) {
         start_scores(dscores);
         finish_scores(dscores);
-        now.advance();
-      }
-      start_keys(dscores, work, now, unmasked);
-      ptx::wgmma_wait<0>();
-      ptx::hold(dk);
-      this->end_queries(queries.stage);
-      queries.advance();
-      this->end_keys();
+      };
+      this->walk(work, dk, multiply, [&](const Walk& now) { start_keys(dscores, work, now, unmasked); }, [] {});
     }
 
     __device__ __forceinline__ void start_scores(float (&dscores)[kQueries / 8][4]) {
@@ -367,8 +359,8 @@ struct WideBackward {
                                                const Limits& unmasked) {
       typename Packing::Packed weights;
       ptx::barrier_wait(&shared.weights_full[weights_at.stage], weights_at.parity);
-      this->has_marks =
-          shared.has_marks[queries.stage];  // the first warpgroup has waited for the queries, with which they come
+      // The first warpgroup has waited for the queries, with which they come.
+      this->has_marks = shared.has_marks[queries.stage];
 #pragma unroll
       for (int step = 0; step < kQueries / 16; ++step) {
         const uint4 x = shared.weights[weights_at.stage][step][this->thread()];
