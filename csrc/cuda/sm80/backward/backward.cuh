@@ -8,11 +8,41 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "cuda/sm80/backward/backward_policies.cuh"
+#include "cuda/sm80/backward/gradient_policy.cuh"
+#include "cuda/sm80/shared/backward_visibility.cuh"
+#include "cuda/sm80/shared/dropout_policy.cuh"
 #include "cuda/sm80/shared/key_tile.cuh"
 #include "cuda/stages/backward_stages.h"
 
 namespace flashattn_ext::sm80 {
+
+// By the options of a row in the table of kernels. The first policy of each sort is empty and compiles to nothing.
+struct PlainBackwardPolicies {
+  static constexpr bool kHasMask = false;
+  template <class T, int kKeyTiles, int kQueryTiles>
+  using Gradients = PlainGradients;
+  using Dropping = NoDropout;
+};
+
+template <Options kOptions>
+struct BackwardPolicies;
+template <>
+struct BackwardPolicies<kPlain> : PlainBackwardPolicies {};
+template <>
+struct BackwardPolicies<kDropout> : PlainBackwardPolicies {
+  using Dropping = CounterDropout;
+};
+template <>
+struct BackwardPolicies<kMasks> : PlainBackwardPolicies {
+  static constexpr bool kHasMask = true;
+};
+template <>
+struct BackwardPolicies<kGeneral> {
+  static constexpr bool kHasMask = true;
+  template <class T, int kKeyTiles, int kQueryTiles>
+  using Gradients = GeneralGradients<T, kKeyTiles, kQueryTiles>;
+  using Dropping = OptionalDropout;
+};
 
 template <class T, int kHeadDim, Options kOptions, int kShared>
 struct BackwardSizes {
@@ -27,7 +57,7 @@ template <class T, int kHeadDim, Options kOptions, int kShared>
 struct BackwardTypes {
   using Policies = BackwardPolicies<kOptions>;
   using Kernel = Backward<T, kHeadDim, kOptions, kShared>;
-  using Visibility = typename Policies::template Visibility<Kernel>;
+  using Visibility = QueriesOf<Kernel, Policies::kHasMask>;
   using Dropping = typename Policies::Dropping;
   using Shape = KeyTileShape<T, kHeadDim, BackwardSizes<T, kHeadDim, kOptions, kShared>>;
   using Gradients = typename Policies::template Gradients<T, Shape::kKeyTiles, Shape::kScoreTiles>;

@@ -30,16 +30,14 @@ template <Options kOptions>
 struct JvpPolicies;
 template <>
 struct JvpPolicies<kPlain> {
-  template <class Kernel>
-  using Visibility = ArithmeticVisibility<Kernel>;
+  static constexpr bool kHasMask = false;
   template <class T, int kRowTiles, int kKeys>
   using Tangents = PlainTangents;
   using Dropping = NoDropout;
 };
 template <>
 struct JvpPolicies<kGeneral> {
-  template <class Kernel>
-  using Visibility = MaskVisibility<Kernel>;
+  static constexpr bool kHasMask = true;
   template <class T, int kRowTiles, int kKeys>
   using Tangents = GeneralTangents<T, kRowTiles, kKeys>;
   using Dropping = OptionalDropout;
@@ -49,7 +47,7 @@ template <class T, int kHeadDim, Options kOptions>
 struct Jvp {
   using Core = TensorCore<T>;
   using Policies = JvpPolicies<kOptions>;
-  using Visibility = typename Policies::template Visibility<Jvp>;
+  using Visibility = VisibilityOf<Jvp, Policies::kHasMask>;
   using Dropping = typename Policies::Dropping;
   using Step = typename Visibility::Step;
   static constexpr ForwardTile kTile = tile_of<kernel_table::kSm80Jvp, T, kHeadDim, kOptions>();

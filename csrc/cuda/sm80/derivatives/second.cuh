@@ -25,16 +25,14 @@ template <Options kOptions>
 struct SecondPolicies;
 template <>
 struct SecondPolicies<kPlain> {
-  template <class Kernel>
-  using Visibility = ArithmeticQueries<Kernel>;
+  static constexpr bool kHasMask = false;
   template <class T, int kKeyTiles, int kQueryTiles>
   using Gradients = PlainSecond;
   using Dropping = NoDropout;
 };
 template <>
 struct SecondPolicies<kGeneral> {
-  template <class Kernel>
-  using Visibility = MaskQueries<Kernel>;
+  static constexpr bool kHasMask = true;
   template <class T, int kKeyTiles, int kQueryTiles>
   using Gradients = GeneralSecond<T, kKeyTiles, kQueryTiles>;
   using Dropping = OptionalDropout;
@@ -52,7 +50,7 @@ struct Second;
 template <class T, int kHeadDim, Options kOptions, bool kLarge>
 struct SecondTypes {
   using Policies = SecondPolicies<kOptions>;
-  using Visibility = typename Policies::template Visibility<Second<T, kHeadDim, kOptions, kLarge>>;
+  using Visibility = QueriesOf<Second<T, kHeadDim, kOptions, kLarge>, Policies::kHasMask>;
   using Dropping = typename Policies::Dropping;
   using Shape = KeyTileShape<T, kHeadDim, SecondSizes<T, kHeadDim, kLarge>>;
   using Gradients = typename Policies::template Gradients<T, Shape::kKeyTiles, Shape::kScoreTiles>;

@@ -6,10 +6,12 @@
 
 #include "cuda/host/call.h"
 #include "cuda/host/launch.cuh"
+#include "cuda/score/score_policy.cuh"
 #include "cuda/score/scores.cuh"
 #include "cuda/sm80/forward/forward_large.cuh"
-#include "cuda/sm80/forward/forward_policies.cuh"
+#include "cuda/sm80/shared/dropout_policy.cuh"
 #include "cuda/sm80/shared/tiles.h"
+#include "cuda/sm80/shared/visibility_policy.cuh"
 #include "cuda/stages/tile_order.cuh"
 #include "cuda/tile/operand_tile.cuh"
 #include "cuda/tile/products.cuh"
@@ -17,11 +19,48 @@
 
 namespace flashattn_ext::sm80 {
 
+// By the options of a row in the table of kernels. The first policy of each sort is empty and compiles to nothing.
+struct PlainPolicies {
+  static constexpr bool kHasMask = false;
+  template <class T, int kRowTiles, int kKeys>
+  using Scoring = PlainScores;
+  using Dropping = NoDropout;
+};
+
+template <Options kOptions>
+struct ForwardPolicies;
+template <>
+struct ForwardPolicies<kPlain> : PlainPolicies {};
+template <>
+struct ForwardPolicies<kDropout> : PlainPolicies {
+  using Dropping = CounterDropout;
+};
+template <>
+struct ForwardPolicies<kMasks> : PlainPolicies {
+  static constexpr bool kHasMask = true;
+};
+template <>
+struct ForwardPolicies<kFp8Scores> : PlainPolicies {
+  template <class T, int kRowTiles, int kKeys>
+  using Scoring = DescaledScores<T>;
+};
+template <>
+struct ForwardPolicies<kFp8General> : ForwardPolicies<kFp8Scores> {
+  static constexpr bool kHasMask = true;
+};
+template <>
+struct ForwardPolicies<kGeneral> {
+  static constexpr bool kHasMask = true;
+  template <class T, int kRowTiles, int kKeys>
+  using Scoring = GeneralScores<T, kRowTiles, kKeys>;
+  using Dropping = OptionalDropout;
+};
+
 template <class T, int kHeadDim, Options kOptions>
 struct Forward {
   using Core = TensorCore<T>;
   using Policies = ForwardPolicies<kOptions>;
-  using Visibility = typename Policies::template Visibility<Forward>;
+  using Visibility = VisibilityOf<Forward, Policies::kHasMask>;
   using Dropping = typename Policies::Dropping;
   using Step = typename Visibility::Step;
   static constexpr ForwardTile kTile = tile_of<kernel_table::kSm80Forward, T, kHeadDim, kOptions>();
