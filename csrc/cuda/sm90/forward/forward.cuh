@@ -67,6 +67,8 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
   static constexpr bool kStoresByTma = std::is_same_v<Chunking, NoChunks> && !Policies::kTailsOfCaches && !kFinds &&
                                        kBiasTiles == 0 && !Scoring::kIsFp8 && kTileBytes + kOtherBytes <= kSharedBytes;
 
+  using Params = AttnParams;
+  using Grid = TileGrid;  // the kernel's arguments
   using Work = ForwardWork;
   using SeenWork = typename Chunking::Work;
   using KeyTile = std::conditional_t<kLists, MaskBlock, sm90::KeyTile<kGroups>>;
@@ -197,7 +199,7 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
   const CUtensorMap* out_map = nullptr;  // set with kStoresByTma; nullptr: warps store their rows themselves
 
   // group: among those of the thread block.
-  __device__ Forward(Shared& shared, const AttnParams& params, const Score& score, int group)
+  __device__ Forward(Shared& shared, const AttnParams& params, const Score& score, int group, const TileGrid&)
       : shared(shared),
         p(params),
         team(kTeams == 1 ? 0 : uniform(team_of_warp(static_cast<int>(threadIdx.x) / 32))),
@@ -416,11 +418,13 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
   }
 };
 
-// others: further arguments of the consumers.
-template <class Kernel, class... Others>
-__device__ __forceinline__ void run_forward(const AttnParams& p, const typename Kernel::Maps& maps,
-                                            const TileGrid& grid, const typename Kernel::Score& score,
-                                            const Others&... others) {
+// Kernel: Forward, or a type derived from it that each_work and Loader give other works (invariant/, few_rows/).
+template <class Kernel>
+__global__ void __launch_bounds__(Kernel::kThreads, 1)
+    forward_kernel(const __grid_constant__ typename Kernel::Params p,
+                   const __grid_constant__ typename Kernel::Maps maps,
+                   const __grid_constant__ typename Kernel::Grid grid,
+                   const __grid_constant__ typename Kernel::Score score) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) unsigned char memory[];
   auto* const teams = reinterpret_cast<typename Kernel::Shared*>(memory);
@@ -444,18 +448,20 @@ __device__ __forceinline__ void run_forward(const AttnParams& p, const typename 
     if constexpr (Kernel::kTransposers) transpose_values<Kernel>(shared);
   } else {
     ptx::take_registers<Kernel::kRegisters.consumer>();
-    Kernel kernel(shared, p, score, uniform(static_cast<int>(threadIdx.x) / kGroupThreads) - 1, others...);
+    Kernel kernel(shared, p, score, uniform(static_cast<int>(threadIdx.x) / kGroupThreads) - 1, grid);
     if constexpr (Kernel::kStoresByTma) kernel.out_map = maps.has_out ? &maps.out : nullptr;
     kernel.compute_tiles();
   }
 #endif
 }
 
-template <class Kernel>
-__global__ void __launch_bounds__(Kernel::kThreads, 1)
-    forward_kernel(const __grid_constant__ AttnParams p, const __grid_constant__ typename Kernel::Maps maps,
-                   const __grid_constant__ TileGrid grid, const __grid_constant__ typename Kernel::Score score) {
-  run_forward<Kernel>(p, maps, grid, score);
+// name: of the kernel, in errors. tiles: or other works; a thread block takes several.
+template <class Kernel, class Maps, class Grid>
+void launch_forward_kernel(const char* name, const typename Kernel::Params& p, int64_t tiles, const Maps& maps,
+                           const Grid& grid) {
+  const int64_t blocks = std::min<int64_t>(tiles, multiprocessors());
+  launch_early(forward_kernel<Kernel>, name, p, row_of_blocks(blocks, name, p), Kernel::kThreads,
+               Kernel::kTeams * kSharedBytesOf<Kernel>, p, maps, grid, Kernel::Score::of(p));
 }
 
 template <class Kernel>
@@ -470,17 +476,11 @@ void launch_forward(const AttnParams& p) {
   }
   Kernel::Scoring::set_bias_map(p, &maps, Kernel::kQueries);
   const int64_t blocks = tile_count(p.seqlen_q, Kernel::kQueries), heads = p.batch * p.heads_q, all = blocks * heads;
-  const int64_t processors = multiprocessors();
   int* const taken = takes_tiles(p, all, Kernel::kMasks) ? static_cast<int*>(p.workspace) : nullptr;
   const TileGrid grid{forward_order(p, blocks, Kernel::kElementBytes, Kernel::Scoring::kBatchesTogether ? p.batch : 1),
                       static_cast<int>(all), taken};
-  if constexpr (Operands::kPrepares) {
-    Operands::prepare(p, taken);
-  } else if (taken) {
-    zero_taken(p, taken);
-  }
-  launch_early(forward_kernel<Kernel>, "sm90 forward", p, row_of_blocks(std::min(all, processors), "sm90 forward", p),
-               Kernel::kThreads, Kernel::kTeams * kSharedBytesOf<Kernel>, p, maps, grid, Kernel::Score::of(p));
+  Operands::prepare(p, taken);
+  launch_forward_kernel<Kernel>("sm90 forward", p, all, maps, grid);
 }
 
 template <class T, int kHeadDim, Options kOptions, int kHeadDimV>
