@@ -447,22 +447,6 @@ struct Backward : PingPong {
   }
 };
 
-template <class Kernel>
-__global__ void __launch_bounds__(Kernel::kThreads, 1)
-    backward_kernel(const __grid_constant__ AttnGradParams p,
-                    const __grid_constant__ typename Kernel::Workspace workspace,
-                    const __grid_constant__ typename Kernel::Maps maps, const __grid_constant__ TileGrid grid) {
-  run_backward<Kernel>(p, workspace, maps, grid);
-}
-// The kernel launched in clusters of two thread blocks.
-template <class Kernel>
-__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(Kernel::kThreads, 1)
-    paired_backward_kernel(const __grid_constant__ AttnGradParams p,
-                           const __grid_constant__ typename Kernel::Workspace workspace,
-                           const __grid_constant__ typename Kernel::Maps maps, const __grid_constant__ TileGrid grid) {
-  run_backward<Kernel>(p, workspace, maps, grid);
-}
-
 // The kernel for a class of head dims.
 template <class T, int kHeadDim, Options kOptions, int kHeadDimV>
 using BackwardOf =
@@ -487,11 +471,7 @@ void backward(const AttnGradParams& p) {
   const auto workspace = backward_workspace<T, kHeadDim, kOptions, kHeadDimV>(p);
   launch_prepare<T>(p, workspace);
   using Kernel = BackwardOf<T, kHeadDim, kOptions, kHeadDimV>;
-  if constexpr (Kernel::kPaired) {
-    launch_backward_main<Kernel>(paired_backward_kernel<Kernel>, "sm90 backward", p, workspace);
-  } else {
-    launch_backward_main<Kernel>(backward_kernel<Kernel>, "sm90 backward", p, workspace);
-  }
+  launch_backward_main<Kernel>("sm90 backward", p, workspace);
   launch_finish<typename Kernel::Layout>(p, workspace);
   Kernel::Heads::template finish<typename Kernel::Layout>(p, workspace);
   finish_biases(p, workspace);

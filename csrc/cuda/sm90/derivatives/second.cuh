@@ -198,13 +198,6 @@ struct Second : SecondConsumer<Second<T, kHeadDim, kOptions, kHeadDimV, Tangents
   }
 };
 
-template <class Kernel>
-__global__ void __launch_bounds__(Kernel::kThreads, 1)
-    second_kernel(const __grid_constant__ SecondParams p, const __grid_constant__ typename Kernel::Workspace workspace,
-                  const __grid_constant__ SecondMaps maps, const __grid_constant__ TileGrid grid) {
-  run_backward<Kernel>(p, workspace, maps, grid);
-}
-
 // The kernel for a class of head dims.
 template <class T, int kHeadDim, Options kOptions, int kHeadDimV, class Given>
 using SecondOf = std::conditional_t<tile_of<kernel_table::kSm90Second, T, kHeadDim, kOptions, kHeadDimV>().keys == 128,
@@ -225,7 +218,7 @@ struct SecondRun {
     using Layout = typename Kernel::Layout;
     const auto workspace = second_workspace<Layout>(p);
     prepare_second<T>(p, workspace);
-    launch_backward_main<Kernel>(second_kernel<Kernel>, "sm90 second", p, workspace);
+    launch_backward_main<Kernel>("sm90 second", p, workspace);
     launch_dq_finish<Layout>(p, workspace);
     launch_dsink(p, workspace, "second (sink)", SecondOfRow{workspace.r});
   }

@@ -286,17 +286,32 @@ __device__ __forceinline__ void run_backward(const AttnGradParams& p, const Work
   if (Kernel::kPaired) sync_pair_or_block<true>();
 #endif
 }
+// Params: AttnGradParams, or SecondParams.
+template <class Kernel, class Params, class Workspace, class Maps>
+__global__ void __launch_bounds__(Kernel::kThreads, 1)
+    backward_kernel(const __grid_constant__ Params p, const __grid_constant__ Workspace workspace,
+                    const __grid_constant__ Maps maps, const __grid_constant__ TileGrid grid) {
+  run_backward<Kernel>(p, workspace, maps, grid);
+}
+// The kernel launched in clusters of two thread blocks.
+template <class Kernel, class Params, class Workspace, class Maps>
+__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(Kernel::kThreads, 1)
+    paired_backward_kernel(const __grid_constant__ Params p, const __grid_constant__ Workspace workspace,
+                           const __grid_constant__ Maps maps, const __grid_constant__ TileGrid grid) {
+  run_backward<Kernel>(p, workspace, maps, grid);
+}
 
 // --- on the host --------------------------------------------------------------------------------------------------
 
 // name: of the kernel, in errors.
-template <class Kernel, class Entry, class Params, class Workspace>
-void launch_backward_main(Entry kernel, const char* name, const Params& p, const Workspace& workspace) {
+template <class Kernel, class Params, class Workspace>
+void launch_backward_main(const char* name, const Params& p, const Workspace& workspace) {
   Params walks = p;  // for the order of tiles each walk has a KV head of its own
   walks.heads_k = Kernel::Heads::count(p);
   const int64_t blocks = tile_count(p.seqlen_k, Kernel::kKeys), all = blocks * p.batch * walks.heads_k;
   if (all == 0) return;
-  typename Kernel::Maps maps;
+  using Maps = typename Kernel::Maps;
+  Maps maps;
   constexpr int kBlockKeys = Kernel::kKeys / (Kernel::kSharesKeys ? 2 : 1);
   static_cast<BackwardMaps&>(maps) = {
       query_map(p, p.q, p.head_dim, Kernel::kQueries), key_map(p, p.k, p.head_dim, kBlockKeys),
@@ -305,8 +320,15 @@ void launch_backward_main(Entry kernel, const char* name, const Params& p, const
   const int64_t at_once = multiprocessors() / Kernel::kBlocks, teams = std::min(all, at_once);
   const TileGrid grid{backward_order(walks, blocks, 2, at_once, Kernel::kSectionHeads), static_cast<int>(all),
                       workspace.key_tiles_taken};
-  launch_early(kernel, name, p, row_of_blocks(teams * Kernel::kBlocks, name, p), Kernel::kThreads,
-               kSharedBytesOf<Kernel>, p, workspace, maps, grid);
+  const auto launch = [&](auto kernel) {
+    launch_early(kernel, name, p, row_of_blocks(teams * Kernel::kBlocks, name, p), Kernel::kThreads,
+                 kSharedBytesOf<Kernel>, p, workspace, maps, grid);
+  };
+  if constexpr (Kernel::kPaired) {
+    launch(paired_backward_kernel<Kernel, Params, Workspace, Maps>);
+  } else {
+    launch(backward_kernel<Kernel, Params, Workspace, Maps>);
+  }
 }
 
 }  // namespace flashattn_ext::sm90
