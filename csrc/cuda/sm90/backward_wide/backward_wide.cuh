@@ -207,8 +207,7 @@ struct WideBackward {
       keys.advance();
     }
     // Walks over the queries of a key tile: prepare(now) computes the scores of a step, start(now) issues the product
-    // that adds to `sum`, and end() comes when that is complete. The last step is peeled, so that no product is in
-    // flight when the loop exits.
+    // that adds to `sum`, and end() comes when that is complete.
     template <int N, class Prepare, class Start, class End>
     __device__ __forceinline__ void walk(const Work& work, float (&sum)[N][4], const Prepare& prepare,
                                          const Start& start, const End& end) {

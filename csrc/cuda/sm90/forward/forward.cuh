@@ -67,8 +67,8 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
   static constexpr bool kStoresByTma = std::is_same_v<Chunking, NoChunks> && !Policies::kTailsOfCaches && !kFinds &&
                                        kBiasTiles == 0 && !Scoring::kIsFp8 && kTileBytes + kOtherBytes <= kSharedBytes;
 
-  using Params = AttnParams;
-  using Grid = TileGrid;  // the kernel's arguments
+  using Params = AttnParams;  // these two of the kernel function; derived types have their own
+  using Grid = TileGrid;
   using Work = ForwardWork;
   using SeenWork = typename Chunking::Work;
   using KeyTile = std::conditional_t<kLists, MaskBlock, sm90::KeyTile<kGroups>>;
