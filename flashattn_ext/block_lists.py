@@ -12,7 +12,8 @@ from torch import Tensor
 
 BLOCK = 128  # rows and keys of a block: kMaskBlock in csrc/rules/block_mask.h
 HALF = BLOCK // 2  # from_blocks() takes multiples of it
-HIDDEN, WHOLE = -2, -1
+HIDDEN = -2
+WHOLE = HIDDEN + 1
 WORDS = BLOCK // 32  # of a row of a block
 BYTES = 4 * BLOCK * WORDS  # of the bits of a block
 
@@ -30,27 +31,35 @@ def _words_of_starts(rows: int, keys: int) -> int:
 
 
 def _by_rows(grid: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
-    """Entries [B, H, 2 * capacity] of all blocks of a grid that are not hidden, row by row, and starts [B, H, R + 1]."""
-    columns = grid.shape[3]
+    """Entries [..., 2 * capacity] of all blocks of a grid [..., R, C] that are not hidden, row by row, and starts [..., R + 1].
+
+    A router calls this in every step, and each operation is a launch: there are as few as possible.
+    """
+    columns = torch.arange(grid.shape[-1], dtype=torch.int32, device=grid.device)
     visible = grid != HIDDEN
-    within = visible.cumsum(3, dtype=torch.int32)  # along C and along R apart: many short scans
-    counts = within[..., -1] if columns else grid.new_zeros(grid.shape[:3])
-    starts = torch.nn.functional.pad(counts.cumsum(2, dtype=torch.int32), (1, 0))
-    # Hidden blocks go to a last place, which is cut off. An entry is one number of 64 bits, whose low word comes first.
-    place = torch.where(visible, within + (starts[..., :-1, None] - 1), capacity)
-    entries = (grid.long() << 32) | torch.arange(columns, device=grid.device)
-    listed = torch.zeros(*grid.shape[:2], capacity + 1, dtype=torch.int64, device=grid.device)
-    listed.scatter_(2, place.flatten(2).long(), entries.flatten(2))
-    return listed[..., :capacity].contiguous().view(torch.int32), starts
+    within = visible.cumsum(-1, dtype=torch.int32)  # along C and along R apart: many short scans
+    counts = within[..., -1] if len(columns) else grid.new_zeros(grid.shape[:-1])
+    starts = torch.nn.functional.pad(counts.cumsum(-1, dtype=torch.int32), (1, 0))
+    # Places count from 1. Hidden blocks go to place 0, which is cut off. An entry is copied as one number of 64 bits.
+    place = (within + starts[..., :-1, None]) * visible
+    entries = torch.stack([columns.expand_as(grid), grid], -1).view(torch.int64)
+    listed = torch.zeros(*grid.shape[:-2], 1 + capacity, dtype=torch.int64, device=grid.device)
+    listed.scatter_(-1, place.flatten(-2).long(), entries.flatten(-3))
+    return listed[..., 1:].view(torch.int32), starts
 
 
 def lists_of(grid: Tensor, capacity: int) -> Tensor:
     """The lists of a grid, int32 [B or 1, Hm, L]. capacity: at least the number of blocks that are not hidden, in every head."""
-    by_rows, row_starts = _by_rows(grid, capacity)
-    by_keys, key_starts = _by_rows(grid.transpose(2, 3).contiguous(), capacity)
-    starts = torch.cat([row_starts, key_starts], 2)
-    missing = _words_of_starts(*grid.shape[2:]) - starts.shape[2]
-    return torch.cat([by_rows, by_keys, torch.nn.functional.pad(starts, (0, missing))], 2)
+    rows, keys = grid.shape[2:]
+    if rows == keys:  # both lists at once
+        entries, starts = _by_rows(torch.stack([grid, grid.transpose(2, 3)]), capacity)
+        parts = [*entries, *starts]
+    else:
+        by_rows, row_starts = _by_rows(grid, capacity)
+        by_keys, key_starts = _by_rows(grid.transpose(2, 3).contiguous(), capacity)
+        parts = [by_rows, by_keys, row_starts, key_starts]
+    rest = grid.new_zeros(*grid.shape[:2], _words_of_starts(rows, keys) - (rows + 1 + keys + 1))
+    return torch.cat([*parts, rest], 2)
 
 
 def grid_of(lists: Tensor, Sq: int, Sk: int) -> Tensor:
@@ -147,6 +156,8 @@ def of_blocks(visible: Tensor, Sq: int, Sk: int, sizes: tuple[int, int]) -> tupl
 
     def spread(unit: int) -> Tensor:
         """The same for blocks of `unit` rows and keys, as many as the sequences have."""
+        if sizes == (unit, unit):
+            return visible
         rows, keys = ((length + unit - 1) // unit for length in (Sq, Sk))
         row, key = (
             torch.arange(n, device=visible.device) * unit // size
@@ -155,8 +166,7 @@ def of_blocks(visible: Tensor, Sq: int, Sk: int, sizes: tuple[int, int]) -> tupl
         return visible[:, :, row][..., key]
 
     if not any(size % BLOCK for size in sizes):
-        grid = torch.where(spread(BLOCK), WHOLE, HIDDEN).int()
-        return grid, torch.empty(0, BLOCK, WORDS, dtype=torch.int32, device=visible.device)
+        return spread(BLOCK).int() + HIDDEN, torch.empty(0, BLOCK, WORDS, dtype=torch.int32, device=visible.device)
     halves = spread(HALF)
     rows, columns = blocks_in(Sq), blocks_in(Sk)
     padding = (0, 2 * columns - halves.shape[3], 0, 2 * rows - halves.shape[2])

@@ -24,6 +24,7 @@ _largest = tensor_cache.TensorCache()  # the maximum of each tensor of lengths t
 _CACHE_TENSORS = (
     "k", "v", "rotary_cos", "rotary_sin", "cache_seqlens", "cache_batch_idx", "cache_leftpad", "block_table",
 )  # fmt: skip
+_CHOSEN = 0  # num_splits by the backend; Python has one object for it
 _OUT_DTYPE = [option.name for option in OPTIONS if option.decodes].index("out_dtype")
 
 
@@ -132,10 +133,13 @@ def _call_op(
     for value in of_cache:
         if value is not None and type(value) is not Tensor:
             arguments.optional_tensors(**dict(zip(_CACHE_TENSORS, of_cache, strict=True)))
+    if rotary_interleaved is not True and rotary_interleaved is not False:
+        rotary_interleaved = arguments.flag("rotary_interleaved", rotary_interleaved)
+    if num_splits is not _CHOSEN:
+        num_splits = arguments.integer("num_splits", num_splits)
     op = ops.decode if of_cache[0] is None and of_cache[1] is None else ops.decode_append
     out, lse, max_logits = op(
-        q, k_cache, v_cache, *of_cache, length, arguments.flag("rotary_interleaved", rotary_interleaved),
-        arguments.integer("num_splits", num_splits), return_max_logits, *options,
+        q, k_cache, v_cache, *of_cache, length, rotary_interleaved, num_splits, return_max_logits, *options,
     )  # fmt: skip
     return out if result_dtype is None or keeps_dtype else arguments.cast(out, result_dtype), lse, max_logits
 

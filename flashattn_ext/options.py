@@ -104,8 +104,7 @@ def keeps_centres(tensors: CallTensors, needs: Callable[[Tensor], bool]) -> bool
 
     needs: whether the backward computes the gradient of such a tensor.
     """
-    has_centres = tensors.q.dtype.itemsize == 2 or tensors.q.device.type == _C.DEVICE_OF_WIDE_CENTRES
-    return has_centres and any(tensors[place] is not None and needs(tensors[place]) for place in _OF_DISTANCE)
+    return any(tensors[place] is not None and needs(tensors[place]) for place in _OF_DISTANCE)
 
 
 # --- the keyword arguments of the public functions, for type checkers ------------------------------------------------------

@@ -181,6 +181,12 @@ class Extras:
         options = {"score_mod": score_mod, "block_mask": block_mask, "enable_gqa": case.Hq != case.Hk}
         return functools.partial(compiled(flex_attention), **options)
 
+    @functools.cached_property
+    def flash_4(self) -> dict[str, Any]:
+        """The keyword arguments of FlashAttention-4, whose block masks have another form."""
+        is_of_blocks = isinstance(self.pattern, BlockPattern)
+        return self.pattern.flash_4_keywords(self.case.S, self.device) if is_of_blocks else self.keywords
+
     def trained(self, name: str) -> tuple[Tensor, ...]:
         """The tensors besides q, k and v whose gradients a contestant computes."""
         if not self.trains:
@@ -251,7 +257,8 @@ def _torch_packed(name: str, case: Case, q: Tensor, k: Tensor, v: Tensor) -> Ten
 
 def _flash_attn(name: str, case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """A TypeError names an option that this version does not have."""
-    keywords: dict[str, Any] = {"causal": case.causal, **_extras_of(case, q).keywords}
+    of_case = _extras_of(case, q)
+    keywords: dict[str, Any] = {"causal": case.causal, **(of_case.flash_4 if name == FA4 else of_case.keywords)}
     keywords |= {"dropout_p": case.dropout} if case.dropout else {}
     keywords |= {"window_size": (case.window - 1, 0)} if case.window else {}
     keywords |= {"deterministic": True} if case.deterministic else {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,11 @@ HEADS = 16  # of the rows whose heads have patterns of their own
 def _some_pairs(b: Any, h: Any, q: Any, k: Any) -> Any:
     """What partly visible blocks show: six pairs of seven. FlexAttention calls it with index tensors."""
     return (q + 3 * k) % 7 != 0
+
+
+def _some_pairs_in_tiles(b: Any, h: Any, q: Any, k: Any, lengths: Any, tensors: Any) -> Any:
+    """_some_pairs as FlashAttention-4 compiles it into its kernels."""
+    return _some_pairs(b, h, q, k)
 
 
 @dataclass(frozen=True)
@@ -76,6 +82,18 @@ class BlockPattern:
         return flex_attention.BlockMask.from_kv_blocks(
             some, order, whole, order, BLOCK_SIZE=BLOCK, mask_mod=mask_mod, seq_lengths=(S, S)
         )
+
+    def flash_4_keywords(self, S: int, device: torch.device | str) -> dict[str, Any]:
+        """The same as arguments of FlashAttention-4's flash_attn_func."""
+        lists = importlib.import_module("flash_attn.cute.block_sparsity").BlockSparseTensorsTorch
+        flex = self.flex_mask(S, device)
+        of_rows = (flex.kv_num_blocks, flex.kv_indices, flex.full_kv_num_blocks, flex.full_kv_indices)
+        of_keys = (flex.q_num_blocks, flex.q_indices, flex.full_q_num_blocks, flex.full_q_indices)
+        return {
+            "mask_mod": _some_pairs_in_tiles if self.is_partial else None,
+            "block_sparse_tensors": lists(*of_rows, block_size=(BLOCK, BLOCK)),
+            "block_sparse_tensors_bwd": lists(*of_keys, block_size=(BLOCK, BLOCK)),
+        }
 
 
 @functools.cache

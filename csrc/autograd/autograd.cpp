@@ -44,8 +44,6 @@ enum ForwardArgument {
 // Whether the backward needs the centres of rows (bias.h). Without them, gradients of slopes and of a relative bias are
 // inaccurate where keys are far from their rows.
 bool keeps_centres(const BoxedCall& call) {
-  const at::Tensor q = call.tensor(0);
-  if (q.element_size() != 2 && c10::DeviceTypeName(q.device().type(), true) != kDeviceOfWideCentres) return false;
   for (int i = kQkv; i < kCallTensors; ++i) {
     if (!kOptions[i - kQkv].is_of_distance) continue;
     const at::Tensor bias = call.tensor(i);

@@ -67,9 +67,8 @@ struct Backend {
   // Writes the largest of the row maxima of each head, fp32 [B, Hq] contiguous. Uses batch, heads_q, the query lengths,
   // row_maxima and the stream. nullptr: call_params.cpp uses torch operators.
   void (*max_logits)(const AttnParams& params, float* results) = nullptr;
-  // Whether the forward writes AttnParams::centres for inputs of 16 bits, and for wider ones. Where it does not,
-  // ops.cpp fills them with 0.
-  bool writes_centres = false, writes_wide_centres = false;
+  // Whether the forward writes AttnParams::centres. Where it does not, ops.cpp fills them with 0.
+  bool writes_centres = false;
   // Whether the forward writes AttnParams::lse_words. Where it does not, ops.cpp makes them from lse.
   bool writes_lse_words = false;
   // Whether forward and backward set the unowned rows of packed tensors, which belong to no sequence. Otherwise ops.cpp

@@ -226,10 +226,6 @@ void set_memory(const AttnCall& c, const at::Tensor& out, const at::Tensor& lse,
   p->rng_state = rng_state.defined() ? rng_state.const_data_ptr<int64_t>() : nullptr;
 }
 
-bool writes_centres(const AttnCall& c, const Backend& backend) {
-  return c10::elementSize(c.dtype_of_out()) == 2 ? backend.writes_centres : backend.writes_wide_centres;
-}
-
 void set_rows_of_no_sequence(const std::optional<at::Tensor>& cu_seqlens, const at::Tensor& t, int64_t row_dim,
                              double value) {
   if (!cu_seqlens) return;

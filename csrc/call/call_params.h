@@ -30,9 +30,6 @@ void set_options(const AttnCall& call, AttnParams* params);
 void set_memory(const AttnCall& call, const at::Tensor& out, const at::Tensor& lse, const at::Tensor& rng_state,
                 AttnParams* params);
 
-// Whether the forward of a backend writes the centres of the rows of a call that keeps them.
-bool writes_centres(const AttnCall& call, const Backend& backend);
-
 // Rows of packed tensors that belong to no sequence get the values of a fully masked row. Backends do not write them
 // unless they set sets_unowned_rows. On the CPU only the rows after the last sequence are set. On other devices the
 // host cannot read cu_seqlens, so all rows are set before the kernels write the rows of the sequences.

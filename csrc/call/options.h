@@ -122,9 +122,6 @@ inline constexpr int kBiases = [] {
   return count;
 }();
 
-// The device whose forwards have centres of rows for inputs of every size; elsewhere those of 16-bit inputs alone do.
-inline constexpr std::string_view kDeviceOfWideCentres = "cpu";
-
 // ", Tensor? cu_seqlens_q, ...": the options that an op takes, as a part of its schema.
 inline std::string schema_of_options(Takers op) {
   std::string schema;

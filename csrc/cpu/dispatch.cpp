@@ -73,7 +73,7 @@ const Backend& cpu_backend() {
     cpu.second_workspace_bytes = second_workspace_bytes;
     cpu.second = second;
     cpu.reads_overlapping_rows = true;
-    cpu.writes_centres = cpu.writes_wide_centres = cpu.writes_lse_words = true;
+    cpu.writes_centres = cpu.writes_lse_words = true;
     return cpu;
   }();
   return backend;

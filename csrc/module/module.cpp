@@ -116,7 +116,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       pybind11::arg("function"),
       "Sets the function of two sizes, rows and keys, that warns of tensors in another layout than the call "
       "says.");
-  m.attr("DEVICE_OF_WIDE_CENTRES") = std::string(kDeviceOfWideCentres);
   m.def("options", &described_options,
         "The arguments of the attention ops besides q, k and v, in their order: options.def.");
   m.def("cpu_isas", &cpu_isas, "Instruction sets that the CPU backend can use here, fastest first.");

@@ -78,7 +78,7 @@ void forward(const c10::OperatorHandle& op, Stack* stack) {
   const at::Tensor rng_state = given_state ? given_state->contiguous() : at::Tensor();
   set_memory(c, out, lse, rng_state, &p);
   if (keeps_lse_words && backend->writes_lse_words) p.lse_words = row_numbers_view_of(c, lse_words);
-  if (keeps_centres && writes_centres(c, *backend)) {
+  if (keeps_centres && backend->writes_centres) {
     p.centres = row_numbers_view_of(c, centres);
   } else if (keeps_centres) {
     centres.zero_();

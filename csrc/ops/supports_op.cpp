@@ -38,7 +38,7 @@ void supports(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   if (needs_gradients)
     backend_supporting(device, c.q, &of_derivatives,
                        [&](const Backend& it) { return it.supports(of_derivatives, /*backward=*/true); });
-  if (keeps_centres && writes_centres(c, backend))
+  if (keeps_centres && backend.writes_centres)
     p.centres.data = c.q.data_ptr();  // only whether there are any counts
   arguments.finish(std::string(backend.name), why_slow(backend, p));
 }

@@ -18,8 +18,7 @@
 // relative bias (distances of -reach and less, of reach and more). Each adds up g_j x_j, where x_j is |d|, or 1 in that
 // end and 0 elsewhere. As g_j = p_j (dp_j - delta), a rounding error of delta, which is computed from the rounded
 // `out`, is multiplied by sum p_j x_j, which may be far from 0, while the sum itself nearly cancels out. So the forward
-// keeps that number for each row, its centre c = sum p_j x_j (on the CPU for every dtype, on GPUs for 16 bits), and the
-// backward forms
+// keeps that number for each row, its centre c = sum p_j x_j (on the CPU and on NVIDIA GPUs), and the backward forms
 //
 //   sum_j g_j x_j = sum_j g_j (x_j - c) + c * (p_sink * delta + dlse)
 //

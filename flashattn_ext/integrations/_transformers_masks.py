@@ -19,8 +19,9 @@ from transformers import masking_utils
 
 from flashattn_ext import Mask
 from flashattn_ext.mask_arguments import ALL_ROWS
+from flashattn_ext.tensor_cache import has_values
 
-from ._mask_tensors import layer_mask, window_code
+from ._mask_tensors import layer_mask, may_look, window_code
 
 MaskFunction = Callable[..., Any]
 _ALL = ALL_ROWS  # past every query
@@ -135,7 +136,9 @@ _PLAIN = {"causal_mask_function": _causal, "bidirectional_mask_function": _bidir
 
 
 def _enclosed(function: MaskFunction) -> dict[str, Any]:
-    return dict(inspect.getclosurevars(function).nonlocals)
+    """The closure variables. inspect.getclosurevars() would look up the global ones too, which takes 20 times as long."""
+    cells = function.__closure__ or ()
+    return {name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, cells, strict=True)}
 
 
 def _agrees(function: MaskFunction, rows: Callable[..., _Rows], enclosed: dict[str, Any]) -> bool:
@@ -322,12 +325,13 @@ def attention_mask(
         q_offset = 0 if q_length == kv_length and isinstance(kv_offset, int) and kv_offset == 0 else cache_position[0]
     sizes = _Sizes(batch_size, q_length, kv_length, q_offset, kv_offset)
     device = torch.device("cpu" if device is None else device)
-    padding = _padding_or_none(attention_mask, sizes)
     tracing = torch.compiler.is_compiling()
     if not tracing:
         mask_function = _without_single_document(mask_function)
     window = _traced_window(mask_function) if tracing else _plain_window(mask_function)
-    if window is not None and padding is None and (window == (-1, -1) or sizes.ends_together()):
+    is_window = window is not None and (window == (-1, -1) or sizes.ends_together())
+    padding = _padding_or_none(attention_mask, sizes, waits=is_window)
+    if window is not None and is_window and padding is None:
         if window == (-1, -1) and allow_is_bidirectional_skip and not _is_causal_by_mistake(config):
             return None
         longest = max(q_length, kv_length) - 1  # a wider window masks nothing
@@ -363,17 +367,30 @@ def _code(
     return intervals.int()[:, None]
 
 
-def _padding_or_none(attention_mask: Tensor | None, sizes: _Sizes) -> Tensor | None:
-    """bool [B, Sk], True where there is a token; None if there is no padding and finding that out does not wait for a device."""
+def _padding_or_none(attention_mask: Tensor | None, sizes: _Sizes, waits: bool) -> Tensor | None:
+    """bool [B, Sk], True where there is a token; None if there is known to be no padding.
+
+    waits: whether to wait for a GPU to find that out, as transformers' own mask functions do. Without gradients it is worth the wait: every
+    layer of a batch without padding has a call without a mask, and generate() waits for each token anyway. Training does not wait.
+    """
     if attention_mask is None:
         return None
-    short = sizes.kv_length + sizes.kv_offset - attention_mask.shape[-1]
-    if short > 0:
+    end = sizes.kv_length + sizes.kv_offset
+    if (short := end - attention_mask.shape[-1]) > 0:
         attention_mask = torch.nn.functional.pad(attention_mask, (0, short))
-    keys = torch.arange(sizes.kv_length, device=attention_mask.device) + sizes.kv_offset
-    seen = attention_mask.bool()[:, keys]
-    known = seen.device.type == "cpu" and not torch.compiler.is_compiling()
+    if isinstance(sizes.kv_offset, int):
+        seen = attention_mask[:, sizes.kv_offset : end].bool()
+    else:
+        seen = attention_mask.bool()[:, torch.arange(sizes.kv_length, device=attention_mask.device) + sizes.kv_offset]
+    if torch.compiler.is_compiling():
+        return seen
+    known = seen.device.type == "cpu" or (waits and not torch.is_grad_enabled() and _is_readable(seen))
     return None if known and bool(seen.all()) else seen
+
+
+def _is_readable(tensor: Tensor) -> bool:
+    """Whether a tensor on a GPU has values that may be read now."""
+    return tensor.is_cuda and type(tensor) is Tensor and may_look(tensor) and has_values(tensor)
 
 
 def _without_single_document(function: MaskFunction) -> MaskFunction:

@@ -29,8 +29,10 @@ from torch import Tensor
 
 from .. import _C, api, arguments
 from .._build import build_info
+from ..block_lists import blocks_in
 from ..block_mask import BlockMask
 from ..mask import Mask
+from ..tensor_cache import TensorCache, state_of
 
 NAME = "flashattn_ext"
 
@@ -387,9 +389,11 @@ def _broadcast(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> tuple[Tenso
 # --- masks ------------------------------------------------------------------------------------------------------------
 
 
-# Pairs of a head from which on a call with a BlockMask, which is made anew in each call, is faster than one with a dense bias: with 4
+# Pairs of a head from which on a call with a BlockMask is faster than one with a dense bias, although one call in a step makes it: with 4
 # heads of 64 on two cores 0.87 of the time at 512 x 512 where every block is partial, 0.55 where 70 % are hidden; 1.2 at 256 x 256.
-_LEAST_OF_BLOCKS = 512 * 512
+_LEAST_OF_BLOCKS = {"cpu": 512 * 512, "cuda": 1024 * 1024}
+# Of the latest masks, for all layers that get them.
+_block_masks = TensorCache(most=2)
 
 
 def _mask_and_bias(
@@ -409,7 +413,8 @@ def _mask_and_bias(
     attn_mask = attn_mask.expand(-1, -1, attn_mask.shape[2] if attn_mask.shape[2] == 1 else Sq, Sk)
     if Sq == 0:  # nothing to mask, and no first row to read
         return None, attn_mask if attn_mask.requires_grad else None
-    readable = attn_mask.device.type == "cpu" and type(attn_mask) is Tensor and not torch._C._len_torch_dispatch_stack()
+    is_plain = type(attn_mask) is Tensor and not torch._C._len_torch_dispatch_stack()
+    readable = is_plain and attn_mask.device.type == "cpu"
     visible = attn_mask if attn_mask.dtype == torch.bool else None
     if visible is None:
         hides_or_not = (
@@ -426,10 +431,31 @@ def _mask_and_bias(
         if is_interval:
             everything = bool((count == Sq).all())
             return None if everything else Mask(torch.stack([first, first + count], -1).int()), None
-        if Sq * Sk >= _LEAST_OF_BLOCKS and not _C.forced_backend().startswith("ascend"):
-            return BlockMask.from_dense(visible), None
+    if is_plain and (blocks := _block_mask(visible)) is not None:
+        return blocks, None
     hidden = torch.zeros((), dtype=dtype, device=attn_mask.device).masked_fill(~visible, -torch.inf)
     return None, hidden if attn_mask is visible else attn_mask
+
+
+def _block_mask(visible: Tensor) -> BlockMask | None:
+    """The BlockMask of bool [B or 1, 1 or Hq, Sq, Sk], made once for as long as that is not written to; None where a dense bias is faster.
+
+    On a GPU it has room for the bits of all blocks, so that nothing waits for the device, and is made only where it can be kept.
+    """
+    device = visible.device.type
+    Sq, Sk = visible.shape[2:]
+    if Sq * Sk < _LEAST_OF_BLOCKS.get(device, math.inf) or _C.forced_backend().startswith("ascend"):
+        return None
+    if device == "cpu":
+        return BlockMask.from_dense(visible)
+    visible = visible[: 1 if visible.stride(0) == 0 else None, : 1 if visible.stride(1) == 0 else None]
+    # Layers cut the keys off a mask that they share, so the tensor that the view is of is the key.
+    kept = visible if visible._base is None else visible._base
+    if state_of([kept]) is None:
+        return None
+    most = visible.shape[0] * visible.shape[1] * blocks_in(Sq) * blocks_in(Sk)
+    cut = (visible.shape, visible.stride(), visible.storage_offset())
+    return _block_masks.get([kept], lambda: BlockMask.from_dense(visible, max_partial=most), cut)
 
 
 def _interval_of_rows(visible: Tensor) -> tuple[Tensor, Tensor, bool]:

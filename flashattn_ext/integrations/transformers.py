@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import flashattn_ext
-from flashattn_ext import BlockMask, Mask
+from flashattn_ext import BlockMask, Mask, arguments
 from flashattn_ext.decode import has_decoding
 from flashattn_ext.mask_arguments import ALL_ROWS
 from flashattn_ext.tensor_cache import TensorCache
@@ -242,7 +242,7 @@ def attention(
             query, key, range(query.shape[2]), layout="bhsd", relative_bias=relative_bias, bias=bias, **shown
         ).to(query.dtype)
     scores_are_plain = bias is None and relative_bias is None and dropout == 0
-    q, k, v = (t.transpose(1, 2) for t in (query, key, value))
+    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     results: Any
     if (
         scores_are_plain
@@ -287,13 +287,14 @@ def _with_sinks(
 
 def _is_step_of_generation(query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None) -> bool:
     """Whether this is a decoding step: few queries, a KV cache and no gradients. The split-KV kernels are the fastest for it."""
-    plain = type(query) is Tensor and type(key) is Tensor and type(value) is Tensor
-    if not plain or query.shape[2] > 16 or query.shape[2] >= key.shape[2] or not has_decoding(query.device):
+    if query.shape[2] > 16 or query.shape[2] >= key.shape[2]:
+        return False
+    if not (type(query) is type(key) is type(value) is Tensor) or not has_decoding(query.device):
         return False
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (query, key, value, sink)):
         return False
     is_read_in_place = key.stride(-1) == 1 and value.stride(-1) == 1
-    return is_read_in_place and not torch.is_autocast_enabled(query.device.type)
+    return is_read_in_place and arguments.autocast_dtype(query) is None
 
 
 def _same_batch(*tensors: Tensor) -> list[Tensor]:
@@ -385,6 +386,20 @@ def _with_mask(module: nn.Module, attention_mask: Tensor, query: Tensor, key: Te
 
 
 def _with_layer_mask(module: nn.Module, layer_mask: LayerMask, Sq: int, Sk: int) -> tuple[_Visible, bool]:
+    """As _with_mask. A window, or the Mask that the LayerMask keeps, is found by the first of the layers that share the mask."""
+    if torch.compiler.is_compiling():
+        return _read_layer_mask(module, layer_mask, Sq, Sk)
+    known = layer_mask.known
+    if known is not None and known[0] == Sq and known[1] == Sk and layer_mask.untouched():
+        found: tuple[_Visible, bool] = known[2]
+        return found
+    found = visible, _ = _read_layer_mask(module, layer_mask, Sq, Sk)
+    if visible.bias is None and (visible.mask is None or visible.mask is layer_mask._kept):
+        layer_mask.known = (Sq, Sk, found)
+    return found
+
+
+def _read_layer_mask(module: nn.Module, layer_mask: LayerMask, Sq: int, Sk: int) -> tuple[_Visible, bool]:
     mask: Tensor = layer_mask
     if mask.shape[3] > Sk:  # eager attention of transformers 4 does the same
         mask = mask[..., :Sk]

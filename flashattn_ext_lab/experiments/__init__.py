@@ -36,6 +36,7 @@ EXPERIMENTS = {
     "tiles": "tile sizes of the forward: time of each, compared with the default",
     "profile": "profiler traces of one call, fused and unfused",
     "llama": "decoder layers as in LLaMA-13B: step time, tokens per second, memory",
+    "models": "models of transformers through each attention: training steps, generate(), memory",
     "dropout": "training with dropout, compared with unfused attention",
     "smooth": "training with plain softmax, smooth softmax and a learned sink",
 }

@@ -39,6 +39,8 @@ def test_tiny_sizes_cover_every_experiment() -> None:
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_tables_have_no_holes(results: dict[str, Result], name: str) -> None:
+    if name == "models":
+        pytest.importorskip("transformers", reason="the extra `hf` is not installed: pip install -e '.[hf]'")
     result = results[name]
     assert result.name == name and not result.error and result.rows and result.notes
     assert all(len(row) == len(result.columns) for row in result.rows)
@@ -70,6 +72,7 @@ def test_tables_have_no_holes(results: dict[str, Result], name: str) -> None:
         ("scores", 8),
         ("masks", 18),
         ("tiles", 5),
+        ("models", 11),
         ("dropout", 4),
     ],
 )
@@ -373,6 +376,51 @@ def test_layers_of_llama_agree(monkeypatch: pytest.MonkeyPatch) -> None:
         assert stack.x.grad is None and all(weight.grad is None for weight in stack.layers.parameters())
     for name in llama.NAMES:
         torch.testing.assert_close(gradients[name], gradients[shared.OURS])
+
+
+def test_attentions_of_models_agree() -> None:
+    """The losses and the gradients of one step, and the tokens that generate() appends."""
+    pytest.importorskip("transformers", reason="the extra `hf` is not installed: pip install -e '.[hf]'")
+    models = module_of("models")
+    sizes = tiny_sizes("models")
+    for model, tokens, documents, layers in sizes.train:
+        case = models.Case(models.TRAINING, model, 1, tokens, layers, documents)
+        of = models.make_model(torch.device("cpu"), sizes, case)
+        inputs = models.Training(of, sizes, case).inputs
+        assert int((models.positions(tokens, documents, torch.device("cpu")) == 0).sum()) == documents
+        found = []
+        for name in set(models.FAMILIES[model].peers) & set(models.ON_CPU):
+            of.set_attn_implementation(models.ATTENTIONS[name])
+            loss = of(**inputs, use_cache=False).loss
+            found.append([loss.detach(), *torch.autograd.grad(loss, of.parameters())])
+        for other in found[1:]:
+            torch.testing.assert_close(other, found[0], rtol=1e-3, atol=1e-4)
+    for model, batch, tokens, cache, layers in sizes.generate:
+        case = models.Case(models.DECODING, model, batch, tokens, layers, cache=cache)
+        use = models.Generation(models.make_model(torch.device("cpu"), sizes, case), sizes, case)
+        chosen = []
+        for name in set(models.FAMILIES[model].peers) & set(models.ON_CPU):
+            use.model.set_attn_implementation(models.ATTENTIONS[name])
+            chosen.append(use.run())
+            assert len(use.marks.marks) == sizes.new_tokens and use.marks.median_s() > 0
+            use.marks.clear()
+        assert all(torch.equal(tokens, chosen[0]) for tokens in chosen)
+        assert chosen[0].shape == (batch, tokens + sizes.new_tokens)
+
+
+def test_a_model_that_cannot_run_has_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    models = module_of("models")
+    sizes = tiny_sizes("models").replace(generate=())
+
+    def refuse(*_: Any) -> None:
+        raise ImportError("transformers is not installed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(models, "make_model", refuse)
+        result = run_experiment("models", Context(torch.device("cpu"), True), sizes)
+    assert not result.error and set(result.column("remark")) == {"all: ImportError: transformers is not installed"}
+    result = run_experiment("models", Context(torch.device("cpu"), True), sizes.replace(seconds=-1))
+    assert all("the -1 seconds of this experiment were over" in remark for remark in result.column("remark"))
 
 
 def test_dropout_keeps_the_expected_fraction(results: dict[str, Result]) -> None:

@@ -24,6 +24,15 @@ TINY: dict[str, dict[str, Any]] = {
     "tiles": dict(B=1, H=1, S=200, D=16, dtype="fp32", tiles=(64, 128)),
     "profile": dict(B=1, H=2, S=64, D=16, dtype="fp32"),
     "llama": dict(B=1, S=64, heads=2, D=16, mlp=64, layers=2, rounds=2, dtype="fp32"),
+    "models": dict(
+        train=(("Llama", 48, 1, 1), ("gpt-oss", 48, 1, 2), ("gpt-oss D256", 48, 3, 2)),
+        generate=(("Gemma 2", 2, 20, "dynamic", 1), ("Llama", 2, 20, "static", 1)),
+        new_tokens=4,
+        rounds=2,
+        vocabulary=64,
+        shrink=16,
+        dtype="fp32",
+    ),
     "dropout": dict(layers=1, width=16, heads=2, context=32, batch=2, steps=6, validations=2, seeds=2, p=(0.0, 0.25)),
     "smooth": dict(layers=1, width=16, heads=2, context=32, batch=2, steps=12, validations=6, seeds=2),
 }

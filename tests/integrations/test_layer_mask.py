@@ -21,6 +21,7 @@ import flashattn_ext  # noqa: E402
 from flashattn_ext.integrations import _mask_tensors  # noqa: E402
 from flashattn_ext.integrations import transformers as fax  # noqa: E402
 from flashattn_ext.integrations._mask_tensors import LayerMask  # noqa: E402
+from flashattn_ext.integrations._transformers_masks import attention_mask  # noqa: E402
 from flashattn_ext.integrations._transformers_shared import SharedRows  # noqa: E402
 
 KINDS: dict[str, Any] = {
@@ -145,6 +146,37 @@ def test_writes(kind: str, inference: bool) -> None:
             assert torch.equal(_mask_tensors.contents(mask), eager), name  # type: ignore[arg-type]
             got, want = (fax.attention(nn.Module(), q, k, v, each)[0] for each in (mask, eager))
             assert torch.equal(got, want), name
+
+
+def test_layers_share_what_the_first_finds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until something may have written to the mask."""
+    reads = []
+    contents = _mask_tensors.contents
+    monkeypatch.setattr(_mask_tensors, "contents", lambda mask: reads.append(mask) or contents(mask))
+    layer = nn.Module()
+    for kind in ("causal", "intervals"):
+        mask, expected = pair(kind, 12, 12, padded=False)
+        q, k, v = (torch.randn(BATCH, 4, 12, 16) for _ in range(3))
+        reads.clear()
+        for _ in range(3):
+            out, _ = fax.attention(layer, q, k, v, mask)
+            torch.testing.assert_close(out, fax.attention(layer, q, k, v, expected)[0])
+        assert len(reads) == 1, kind
+        for tensor in (mask, expected):
+            tensor[..., 6:] = torch.finfo(torch.float32).min
+        out, _ = fax.attention(layer, q, k, v, mask)
+        torch.testing.assert_close(out[:, 6:], fax.attention(layer, q, k, v, expected)[0][:, 6:])
+        assert len(reads) == 2, kind
+
+
+def test_padding_is_read_where_no_gradient_is_recorded(device: str) -> None:
+    """A GPU is not waited for in training; a batch without padding then has intervals, and without gradients a window."""
+    seen = torch.ones(BATCH, 12, dtype=torch.bool, device=device)
+    for Sq, grad in ((1, False), (12, False), (12, True)):
+        with torch.set_grad_enabled(grad):
+            mask = attention_mask(BATCH, Sq, 12, 12 - Sq, 0, attention_mask=seen, device=device)
+        is_window = _mask_tensors.as_window(mask.code) is not None
+        assert is_window == (not grad or device == "cpu")
 
 
 def test_reading_changes_nothing() -> None:

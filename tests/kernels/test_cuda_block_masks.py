@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import test_derivatives
 import torch
+import torch.nn.functional as F
 from helpers import Case, assert_same_bits, check
 from mask_cases import BLOCK_KINDS
 from test_cuda import DTYPES, PATHS, captured, leaves, no_waiting
@@ -14,6 +15,7 @@ from torch import Tensor
 
 import flashattn_ext
 from flashattn_ext import BlockMask
+from flashattn_ext.integrations import sdpa
 
 __all__ = ["no_waiting"]  # a fixture
 
@@ -98,6 +100,37 @@ def test_never_waits_for_the_device(no_waiting: None) -> None:
         torch.autograd.grad((out, lse), (q, k, v), (torch.ones_like(out), torch.ones_like(lse)))
     visible = random_blocks(1, 300, 0.5).repeat_interleave(100, 2)
     BlockMask.from_dense(visible, max_partial=9)
+
+
+def test_layers_share_the_blocks_of_a_boolean_mask(no_waiting: None) -> None:
+    """Through scaled_dot_product_attention: each layer cuts off the keys that it has. A write to the mask makes new blocks."""
+    S, mask = 1100, torch.rand(2, 1, 1100, 1200, device="cuda") < 0.5
+    of_layers = [sdpa._mask_and_bias(mask[..., :S], torch.float16, 2, 4, S, S)[0] for _ in range(2)]
+    assert isinstance(of_layers[0], BlockMask) and of_layers[0] is of_layers[1]
+    mask[:, :, 1:, 1:].logical_not_()
+    assert sdpa._mask_and_bias(mask[..., :S], torch.float16, 2, 4, S, S)[0] is not of_layers[0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_boolean_masks_of_torchs_attention(dtype: torch.dtype) -> None:
+    S, (q, k, v) = 1100, leaves(2, 3, 1100, 64, dtype=dtype)
+    visible = torch.rand(2, 1, S, S, device="cuda") < 0.5
+    visible[..., 500, :], visible[..., :300] = False, False
+    dout = torch.randn_like(q)
+    for mask in (visible, visible[:1, :, :, ::2].repeat_interleave(2, 3), visible[:1].expand(2, 3, S, S)):
+        with sdpa.activate(report=True) as report:
+            got = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        assert report.ours == 1
+        precise = [t.detach().double().requires_grad_() for t in (q, k, v)]
+        expected = F.scaled_dot_product_attention(*precise, attn_mask=mask)
+        tolerance = 1e-4 if dtype == torch.float32 else 2e-2
+        torch.testing.assert_close(got.double(), expected, rtol=tolerance, atol=tolerance)
+        for ours, theirs in zip(
+            torch.autograd.grad(got, (q, k, v), dout),
+            torch.autograd.grad(expected, precise, dout.double()),
+            strict=True,
+        ):
+            torch.testing.assert_close(ours.double(), theirs, rtol=tolerance, atol=tolerance)
 
 
 def test_graph_replays_route_anew() -> None:

@@ -70,16 +70,35 @@ __device__ __forceinline__ void cp_async_wait() {
 }
 
 // A fragment is four floats of each lane of a warp: 512 bytes of global memory, in the order that adds them fastest.
-__device__ __forceinline__ void add_fragment(float* fragment, const float (&x)[4]) {
-  const int lane = threadIdx.x % 32;
+// The place of a lane in it is where its floats begin.
+__device__ __forceinline__ float* place_in_fragment(float* fragment) {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};\n" ::"l"(fragment + 4 * lane), "f"(x[0]), "f"(x[1]),
-               "f"(x[2]), "f"(x[3])
+  return fragment + 4 * (threadIdx.x % 32);
+#else
+  return fragment + threadIdx.x % 32;
+#endif
+}
+// The same, hidden from the compiler: it adds the offsets of further fragments to it in the instructions. It would
+// otherwise compute each address from its parts, with four instructions and two registers.
+__device__ __forceinline__ float* opaque_place_in_fragment(float* fragment) {
+  float* place = place_in_fragment(fragment);
+  asm volatile("" : "+l"(place));
+  return place;
+}
+__device__ __forceinline__ void add_fragment_at(float* place, const float (&x)[4]) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};\n" ::"l"(place), "f"(x[0]), "f"(x[1]), "f"(x[2]),
+               "f"(x[3])
                : "memory");
 #else
 #pragma unroll
-  for (int e = 0; e < 4; ++e) atomicAdd(fragment + 32 * e + lane, x[e]);
+  for (int e = 0; e < 4; ++e) {
+    asm volatile("red.global.add.f32 [%0], %1;\n" ::"l"(place + 32 * e), "f"(x[e]) : "memory");
+  }
 #endif
+}
+__device__ __forceinline__ void add_fragment(float* fragment, const float (&x)[4]) {
+  add_fragment_at(place_in_fragment(fragment), x);
 }
 // Adds a fragment if `wanted`, without a branch; Hopper only.
 __device__ __forceinline__ void add_fragment_if(bool wanted, float* fragment, const float (&x)[4]) {

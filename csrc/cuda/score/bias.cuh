@@ -36,7 +36,7 @@ struct TileBias : DistanceBias<kTransposed, kRowTiles, kColumnTiles> {
     keys_left = mask.seqlen_k - place.key;
   }
 
-  __device__ __forceinline__ bool has_any() const { return has_bias || Distances::has_slopes || head.relative; }
+  __device__ __forceinline__ bool has_any() const { return has_bias || Distances::has_any(); }
 
   // Adds the biases to the logits, in units of log2, of column tiles [n0, n0 + kCount). All branches are warp-uniform.
   // ahead: the elements that load_ahead has read.
@@ -46,12 +46,7 @@ struct TileBias : DistanceBias<kTransposed, kRowTiles, kColumnTiles> {
     if (has_bias) wide ? add_elements<float>(logits, n0) : add_elements<T>(logits, n0);
   }
   __device__ __forceinline__ void add(float (&logits)[kRowTiles][kColumnTiles][4], Ahead& ahead) const {
-    const float scale = Distances::add(logits, 1.f);
-    if (scale != 1) {  // they are in natural units
-      each_element<kRowTiles, kColumnTiles>([&](int i, int n, int e) {
-        logits[i][n][e] = __fmul_rn(narrowed_beyond(kNarrowsFrom<float>, logits[i][n][e]), scale);
-      });
-    }
+    Distances::add_to_logits(logits);
     if (has_bias) wide ? add_elements<float>(logits, 0) : add_ahead(logits, ahead);
   }
 

@@ -66,13 +66,4 @@ struct CentreSums {
   }
 };
 
-// Stands in for CentreSums in fp32 kernels, whose delta is exact enough.
-struct NoCentreSums {
-  __device__ __forceinline__ void start() {}
-  template <class Bias, int N>
-  __device__ __forceinline__ void add(const Bias&, int, const float (&)[N][4], const float (&)[2], const float (&)[2]) {
-  }
-  __device__ __forceinline__ void write(float*, int, float, bool) const {}
-};
-
 }  // namespace flashattn_ext

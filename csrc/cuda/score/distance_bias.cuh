@@ -126,7 +126,8 @@ struct DistanceBias {
     return uniform(
                static_cast<int>(place.tile_distance + (kKeys - 1) <= 0 || place.tile_distance - (kRows - 1) >= 0)) != 0;
   }
-  // Whether there is nothing to add.
+  __device__ __forceinline__ bool has_any() const { return has_slopes || head.relative; }
+  // Whether there is nothing to add in this tile.
   __device__ __forceinline__ bool is_absent() const { return !has_slopes && range == Reached::kNone; }
   // The entry of the relative bias for a distance.
   __device__ __forceinline__ int entry(int distance) const { return min(max(distance, -reach), reach); }
@@ -156,6 +157,14 @@ struct DistanceBias {
   // afterwards.
   __device__ __forceinline__ float add(float (&x)[kRowTiles][kColumnTiles][4], float scale) const {
     return add_all<false>(x, scale, nullptr);
+  }
+  // Adds the terms to logits in units of log2.
+  __device__ __forceinline__ void add_to_logits(float (&logits)[kRowTiles][kColumnTiles][4]) const {
+    const float scale = add(logits, 1.f);
+    if (scale == 1) return;
+    each_element<kRowTiles, kColumnTiles>([&](int i, int n, int e) {  // they are in natural units
+      logits[i][n][e] = __fmul_rn(narrowed_beyond(kNarrowsFrom<float>, logits[i][n][e]), scale);
+    });
   }
   // Adds the terms of a tile that is not transposed. Those that all logits of a row share are left to the caller, in
   // rows[i].

@@ -16,8 +16,6 @@
 //   write_centres(...)        with the output of row r of row tile i
 #pragma once
 
-#include <type_traits>
-
 #include "cuda/score/bias.cuh"
 #include "cuda/score/bias_centres.cuh"
 #include "cuda/score/general_score.cuh"
@@ -54,10 +52,10 @@ struct PlainScores : UncentredScores {
   }
 };
 
-// The centres of rows (bias_centres.cuh). Bias: DistanceBias or TileBias. fp32 kernels have none.
-template <class T, int kRowTiles, class Bias>
+// The centres of rows (bias_centres.cuh). Bias: DistanceBias or TileBias.
+template <int kRowTiles, class Bias>
 struct CentredScores : UncentredScores {
-  std::conditional_t<sizeof(T) == 2, CentreSums, NoCentreSums> centres[kRowTiles];
+  CentreSums centres[kRowTiles];
 
   __device__ __forceinline__ void start_tile(const AttnParams&, int, int) {
 #pragma unroll
@@ -102,7 +100,7 @@ struct DescaledScores : UncentredScores {
 // Every option, found out at run time. Biases of single scores are loaded ahead of the wait for the product; the rest
 // is recomputed rather than kept in registers.
 template <class T, int kRowTiles, int kKeys>
-struct GeneralScores : CentredScores<T, kRowTiles, TileBias<T, false, kRowTiles, kKeys / 8>> {
+struct GeneralScores : CentredScores<kRowTiles, TileBias<T, false, kRowTiles, kKeys / 8>> {
   using Rule = GeneralScore;
   using Bias = TileBias<T, false, kRowTiles, kKeys / 8>;
 

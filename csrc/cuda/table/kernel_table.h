@@ -33,8 +33,7 @@ constexpr sm90::BackwardOrder kApart = sm90::BackwardOrder::kApart, kApartOnce =
 // Tiles: {warps, row tiles of a warp, keys, resident thread blocks[, stages[, warps along the columns of out]]}. Tiles
 // with warps along the columns are those for 227, 163 and 99 KB of shared memory: the GPU chooses, not speed.
 inline constexpr KernelRow<sm80::ForwardTile> kSm80Forward[] = {
-    // 220 / 201; class 64: 0.76 and 0.78 of that; no other tile was timed
-    {k16Bit, 32,  kPlain,     kOtherGpus, 0,         {{4, 2, 128, 2}}},
+    {k16Bit, 32,  kPlain,     kOtherGpus, 0,         {{4, 2, 128, 2}}},  // 220 / 201; class 64: 0.76 and 0.78 of that; no other tile was timed
     // 331 / 313; 4 x 2, 128 keys: 342 / 321; 8 x 1, 64 keys: 276 / 264
     {k16Bit, 64,  kPlain,     kOtherGpus, 0,         {{4, 2, 64, 3}, {4, 2, 128, 2}, {8, 1, 64, 2}}},
     // 315 / 313; 4 x 2, 64 keys, 1 stage: 319 / 316; 8 x 1, 64 keys: 240 / 230
@@ -65,15 +64,15 @@ inline constexpr KernelRow<sm80::ForwardTile> kSm80Forward[] = {
     {k16Bit, 128, kMasks,     kOtherGpus, kMaySpill, {{4, 2, 64, 2}, {4, 2, 32, 2}, {8, 1, 64, 1}}},
     // 344 / 245; 4 x 1, 32 keys: 272 / 207; 8 x 1, 32 keys: 252 / 183
     {k16Bit, 256, kMasks,     kEveryGpu,  kMaySpill, {{4, 1, 64, 2}, {4, 1, 32, 2}, {8, 1, 32, 1}}},
+    {k16Bit, 64,  kScores,    kOtherGpus, kMaySpill, {{4, 2, 64, 2}}},  // the tile of the row with dropout; no other was timed
+    {k16Bit, 128, kScores,    kOtherGpus, kMaySpill, {{4, 2, 64, 2}}},  // the tile of the row with dropout; no other was timed
     // 148 / 108; 4 x 2, 32 keys: 115 / 88; 8 x 1, 64 keys: 157 / 115
     {k16Bit, 64,  kGeneral,   kEveryGpu,  kMaySpill, {{4, 2, 64, 2}, {4, 2, 32, 2}, {8, 1, 64, 2}}},
     {k16Bit, 128, kGeneral,   kEveryGpu,  kMaySpill, {{4, 2, 32, 2}}},  // 64 keys spill
     // 232 / 187; 4 x 1, 32 keys: 214 / 168; 8 x 1, 32 keys: 187 / 141
     {k16Bit, 256, kGeneral,   kEveryGpu,  kMaySpill, {{4, 1, 64, 2}, {4, 1, 32, 2}, {8, 1, 32, 1}}},
-    // 274 / 259; computing the scores twice: 167 / 151
-    {k16Bit, 384, kPlain,     kOtherGpus, kMaySpill, {{8, 4, 128, 1, 4, 8}, {8, 4, 128, 1, 2, 8}, {4, 2, 64, 1, 3, 4}}},
-    // 290 / 279; computing the scores twice: 139 / 108
-    {k16Bit, 512, kPlain,     kOtherGpus, kMaySpill, {{8, 4, 128, 1, 4, 8}, {8, 4, 128, 1, 2, 8}, {4, 2, 64, 1, 3, 4}}},
+    {k16Bit, 384, kPlain,     kOtherGpus, kMaySpill, {{8, 4, 128, 1, 4, 8}, {8, 4, 128, 1, 2, 8}, {4, 2, 64, 1, 3, 4}}},  // 274 / 259; computing the scores twice: 167 / 151
+    {k16Bit, 512, kPlain,     kOtherGpus, kMaySpill, {{8, 4, 128, 1, 4, 8}, {8, 4, 128, 1, 2, 8}, {4, 2, 64, 1, 3, 4}}},  // 290 / 279; computing the scores twice: 139 / 108
     {k16Bit, 512, kGeneral,   kEveryGpu,  kMaySpill, {{2, 1, 32, 2}}},  // 64 queries take 112 KB
     // the most queries, a power of two, that fit beside 32 keys in 99 KB of shared memory, in 163 KB at 512; at 64 the most that do not spill:
     {kFp32,  64,  kPlain,     kEveryGpu,  0,         {{8, 1, 32, 1}}},
@@ -108,37 +107,39 @@ inline constexpr KernelRow<sm80::ForwardTile> kSm80Forward[] = {
 };
 
 // Tiles: {warps, keys, queries, warps along the keys of the scores, warps along the keys of dk and dv, thread blocks along the columns, stages of
-// queries[, whether scores are swizzled]}, for 227, 163 and 99 KB of shared memory: the GPU chooses, not speed. Of less than 227 KB figures are of an
-// H200 with as many thread blocks on a multiprocessor as those GPUs have. dq has the layout of a tile: those of one class, element size and memory
+// queries[, whether tiles are swizzled[, whether warps hold their values]]}, for 227, 163 and 99 KB of shared memory: the GPU chooses, not speed. Of
+// less than 227 KB figures are of an H200 with as many thread blocks on a multiprocessor as those GPUs have. dq has the layout of a tile: those of one class, element size and memory
 // have the same warps, queries and thread blocks.
 inline constexpr KernelRow<sm80::BackwardTile> kSm80Backward[] = {
     // 259 / 241, 99 KB 224 / 209; 64 queries: 240 / 222; 32: 199 / 186, in 99 KB 183 / 175
-    {k16Bit, 32,  kPlain,     kOtherGpus, 12,        {{4, 128, 128, 4, 4, 1, 1}, {4, 128, 128, 4, 4, 1, 1}, {4, 128, 64, 4, 4, 1, 1}}},
+    {k16Bit, 32,  kPlain,     kOtherGpus, 28,        {{4, 128, 128, 4, 4, 1, 1}, {4, 128, 128, 4, 4, 1, 1}, {4, 128, 64, 4, 4, 1, 1}}},
     // 311 / 290, 163 KB 301 / 284, 99 KB 224 / 217; 64 queries, 2 stages: 306 / 287; 32: 277 / 260; 8 warps in 99 KB: 220 / 207
-    {k16Bit, 64,  kPlain,     kOtherGpus, 4,         {{4, 128, 128, 4, 4, 1, 1}, {4, 128, 64, 4, 4, 1, 1}, {4, 64, 64, 4, 4, 1, 1}}},
+    {k16Bit, 64,  kPlain,     kOtherGpus, 28,        {{4, 128, 128, 4, 4, 1, 1}, {4, 128, 64, 4, 4, 1, 1}, {4, 128, 64, 4, 4, 1, 1, true, true}}},
     // 264 / 248, 99 KB 201 / 194; 64 keys in two thread blocks: 265 / 248, in 99 KB 188 / 184
-    {k16Bit, 96,  kPlain,     kOtherGpus, kMaySpill, {{8, 128, 64, 4, 4, 1, 2}, {8, 128, 64, 4, 4, 1, 2}, {6, 96, 64, 3, 3, 1, 1}}},
+    {k16Bit, 96,  kPlain,     kOtherGpus, kMaySpill, {{8, 128, 64, 4, 4, 1, 2, false, true}, {8, 128, 64, 4, 4, 1, 2, false, true}, {8, 128, 64, 4, 4, 1, 1, false, true}}},
     // 293 / 277, 163 KB 292 / 278, 99 KB 226 / 218; 64 keys in two thread blocks: 272 / 258; 64 x 64: 188 / 184
-    {k16Bit, 128, kPlain,     kOtherGpus, 0,         {{8, 128, 64, 4, 4, 1, 2}, {8, 128, 64, 4, 2, 1, 2, true}, {8, 128, 32, 8, 8, 1, 1}}},
+    {k16Bit, 128, kPlain,     kOtherGpus, 36,        {{8, 128, 64, 4, 4, 1, 2}, {8, 128, 64, 4, 2, 1, 2, true}, {8, 128, 64, 8, 8, 1, 1, false, true}}},
     // 241 / 233, 99 KB 170 / 177; 48 keys in 99 KB: 133 / 134
     {k16Bit, 144, kPlain,     kOtherGpus, kMaySpill, {{6, 96, 64, 3, 2, 1, 2}, {6, 96, 64, 3, 2, 1, 2}, {6, 96, 32, 3, 2, 1, 1}}},
     // 228 / 219, 163 KB 218 / 210, 99 KB 155 / 156; 96 keys: 210 / 216; 4 warps in 99 KB: 135 / 138
-    {k16Bit, 192, kPlain,     kOtherGpus, kMaySpill, {{8, 64, 64, 4, 2, 1, 2}, {8, 64, 64, 4, 2, 1, 2, true}, {8, 64, 32, 4, 2, 1, 1}}},
+    {k16Bit, 192, kPlain,     kOtherGpus, kMaySpill, {{8, 64, 64, 4, 2, 1, 2}, {8, 64, 64, 4, 2, 1, 2, true}, {8, 64, 64, 4, 2, 1, 1, false, true}}},
     // 237 / 227, 163 KB 216 / 215, 99 KB 128 / 127; 32 queries in 163 KB: 204 / 196
-    {k16Bit, 256, kPlain,     kOtherGpus, kMaySpill, {{8, 64, 64, 4, 2, 1, 2}, {8, 64, 64, 4, 2, 1, 1}, {4, 32, 32, 2, 1, 1, 1}}},
-    // the tiles of the plain rows of their classes; kGeneral at 128 in 163 KB has room for one stage:
-    {k16Bit, 64,  kDropout,   kOtherGpus, 60,        {{4, 128, 128, 4, 4, 1, 1}, {4, 128, 64, 4, 4, 1, 1}, {4, 64, 64, 4, 4, 1, 1}}},
-    {k16Bit, 96,  kDropout,   kOtherGpus, kMaySpill, {{8, 128, 64, 4, 4, 1, 2}, {8, 128, 64, 4, 4, 1, 2}, {6, 96, 64, 3, 3, 1, 1}}},
-    {k16Bit, 128, kDropout,   kOtherGpus, 8,         {{8, 128, 64, 4, 4, 1, 2}, {8, 128, 64, 4, 2, 1, 2, true}, {8, 128, 32, 8, 8, 1, 1}}},
+    {k16Bit, 256, kPlain,     kOtherGpus, kMaySpill, {{8, 64, 64, 4, 2, 1, 2}, {8, 64, 64, 4, 2, 1, 1}, {8, 64, 32, 4, 2, 1, 1, false, true}}},
+    // the tiles of the plain rows of their classes; kScores and kGeneral at 128 in 163 KB have room for one stage:
+    {k16Bit, 64,  kDropout,   kOtherGpus, 68,        {{4, 128, 128, 4, 4, 1, 1}, {4, 128, 64, 4, 4, 1, 1}, {4, 64, 64, 4, 4, 1, 1}}},
+    {k16Bit, 96,  kDropout,   kOtherGpus, kMaySpill, {{8, 128, 64, 4, 4, 1, 2, false, true}, {8, 128, 64, 4, 4, 1, 2, false, true}, {8, 128, 64, 4, 4, 1, 1, false, true}}},
+    {k16Bit, 128, kDropout,   kOtherGpus, 64,        {{8, 128, 64, 4, 4, 1, 2}, {8, 128, 64, 4, 2, 1, 2, true}, {8, 128, 64, 8, 8, 1, 1, false, true}}},
     {k16Bit, 144, kDropout,   kOtherGpus, kMaySpill, {{6, 96, 64, 3, 2, 1, 2}, {6, 96, 64, 3, 2, 1, 2}, {6, 96, 32, 3, 2, 1, 1}}},
-    {k16Bit, 192, kDropout,   kOtherGpus, kMaySpill, {{8, 64, 64, 4, 2, 1, 2}, {8, 64, 64, 4, 2, 1, 2, true}, {8, 64, 32, 4, 2, 1, 1}}},
-    {k16Bit, 256, kDropout,   kOtherGpus, kMaySpill, {{8, 64, 64, 4, 2, 1, 2}, {8, 64, 64, 4, 2, 1, 1}, {4, 32, 32, 2, 1, 1, 1}}},
+    {k16Bit, 192, kDropout,   kOtherGpus, kMaySpill, {{8, 64, 64, 4, 2, 1, 2}, {8, 64, 64, 4, 2, 1, 2, true}, {8, 64, 64, 4, 2, 1, 1, false, true}}},
+    {k16Bit, 256, kDropout,   kOtherGpus, kMaySpill, {{8, 64, 64, 4, 2, 1, 2}, {8, 64, 64, 4, 2, 1, 1}, {8, 64, 32, 4, 2, 1, 1, false, true}}},
     {k16Bit, 64,  kMasks,     kOtherGpus, kMaySpill, {{4, 128, 128, 4, 4, 1, 1}, {4, 128, 64, 4, 4, 1, 1}, {4, 64, 64, 4, 4, 1, 1}}},
-    {k16Bit, 128, kMasks,     kOtherGpus, kMaySpill, {{8, 128, 64, 4, 4, 1, 2}, {8, 128, 64, 4, 2, 1, 2, true}, {8, 128, 32, 8, 8, 1, 1}}},
-    {k16Bit, 256, kMasks,     kEveryGpu,  kMaySpill, {{8, 64, 64, 4, 2, 1, 2}, {8, 64, 64, 4, 2, 1, 1}, {4, 32, 32, 2, 1, 1, 1}}},
+    {k16Bit, 128, kMasks,     kOtherGpus, kMaySpill, {{8, 128, 64, 4, 4, 1, 2}, {8, 128, 64, 4, 2, 1, 2, true}, {8, 128, 64, 8, 8, 1, 1, false, true}}},
+    {k16Bit, 256, kMasks,     kEveryGpu,  kMaySpill, {{8, 64, 64, 4, 2, 1, 2}, {8, 64, 64, 4, 2, 1, 1}, {8, 64, 32, 4, 2, 1, 1, false, true}}},
+    {k16Bit, 64,  kScores,    kOtherGpus, kMaySpill, {{4, 128, 128, 4, 4, 1, 1}, {4, 128, 64, 4, 4, 1, 1}, {4, 64, 64, 4, 4, 1, 1}}},
+    {k16Bit, 128, kScores,    kOtherGpus, kMaySpill, {{8, 128, 64, 4, 4, 1, 2}, {8, 128, 64, 4, 2, 1, 1, true}, {8, 128, 64, 8, 8, 1, 1, false, true}}},
     {k16Bit, 64,  kGeneral,   kEveryGpu,  kMaySpill, {{4, 128, 128, 4, 4, 1, 1}, {4, 128, 64, 4, 4, 1, 1}, {4, 64, 64, 4, 4, 1, 1}}},
-    {k16Bit, 128, kGeneral,   kEveryGpu,  kMaySpill, {{8, 128, 64, 4, 4, 1, 2}, {8, 128, 64, 4, 2, 1, 1, true}, {8, 128, 32, 8, 8, 1, 1}}},
-    {k16Bit, 256, kGeneral,   kEveryGpu,  kMaySpill, {{8, 64, 64, 4, 2, 1, 2}, {8, 64, 64, 4, 2, 1, 1}, {4, 32, 32, 2, 1, 1, 1}}},
+    {k16Bit, 128, kGeneral,   kEveryGpu,  kMaySpill, {{8, 128, 64, 4, 4, 1, 2}, {8, 128, 64, 4, 2, 1, 1, true}, {8, 128, 64, 8, 8, 1, 1, false, true}}},
+    {k16Bit, 256, kGeneral,   kEveryGpu,  kMaySpill, {{8, 64, 64, 4, 2, 1, 2}, {8, 64, 64, 4, 2, 1, 1}, {8, 64, 32, 4, 2, 1, 1, false, true}}},
     {k16Bit, 384, kPlain,     kOtherGpus, kMaySpill, {{8, 64, 32, 4, 2, 2, 2}, {8, 64, 32, 4, 2, 2, 1}, {2, 32, 16, 2, 2, 3, 1}}},
     {k16Bit, 512, kPlain,     kOtherGpus, kMaySpill, {{8, 64, 32, 4, 2, 2, 1}, {4, 32, 32, 2, 1, 2, 1}, {1, 16, 16, 1, 1, 4, 1}}},
     {k16Bit, 512, kGeneral,   kEveryGpu,  kMaySpill, {{8, 64, 32, 4, 2, 2, 1}, {4, 32, 32, 2, 1, 2, 1}, {1, 16, 16, 1, 1, 4, 1}}},
@@ -169,8 +170,7 @@ inline constexpr KernelRow<sm80::BackwardTile> kSm80Backward[] = {
 
 // Whole heads. Tiles: {keys of a step, warps at most, thread blocks of as many warps}. Notes are microseconds.
 inline constexpr KernelRow<sm80::HeadsForwardTile> kSm80HeadsForward[] = {
-    // 512x49, 6 heads: 23.5, and 128x128, 4 heads: 10.8; 32 keys: 21.4 and 11.6; 128 keys, 2 blocks: 22.9 and 9.9
-    {k16Bit, 32,  kPlain, kEveryGpu, 8, {{64, 8, 3}}},
+    {k16Bit, 32,  kPlain, kEveryGpu, 8, {{64, 8, 3}}},  // 512x49, 6 heads: 23.5, and 128x128, 4 heads: 10.8; 32 keys: 21.4 and 11.6; 128 keys, 2 blocks: 22.9 and 9.9
     // 256x49, 16 heads: 38.9, and 64x197, 12 heads: 49.2; 32 keys in 5 blocks of 4 warps: 38.2 and 57.9
     {k16Bit, 64,  kPlain, kEveryGpu, 8, {{64, 8, 2}}},
     // 128x64, 16 heads: 37.9; 32 keys: 39.1

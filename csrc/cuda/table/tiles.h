@@ -20,13 +20,17 @@ struct BackwardTile {
   int grad_key_warps;   // warps among which the keys of dk and dv are divided; sets of them divide the columns
   int splits;           // thread blocks among which the columns of dq, dk and dv are divided
   int stages;           // stages of queries
-  // Whether tiles of scores are swizzled (operand_tile.cuh) rather than padded. They are smaller then, but on an H200
-  // the backward takes 1 to 4 % more time. Only where the scores are not in registers, and in 16 bits.
+  // Whether all tiles are swizzled (operand_tile.cuh), also those that would be padded. They are smaller then, but on
+  // an H200 the backward takes 1 to 4 % more time. Only in 16 bits.
   bool swizzles;
+  // Whether warps hold their values in registers, as operands. The tile of values in shared memory then becomes stages
+  // and scores, and dP reads a half to three quarters of what it would. Only in 16 bits.
+  bool holds_values;
   constexpr bool exists() const { return warps > 0; }
   constexpr bool operator==(const BackwardTile& x) const {
     return warps == x.warps && keys == x.keys && queries == x.queries && score_key_warps == x.score_key_warps &&
-           grad_key_warps == x.grad_key_warps && splits == x.splits && stages == x.stages && swizzles == x.swizzles;
+           grad_key_warps == x.grad_key_warps && splits == x.splits && stages == x.stages && swizzles == x.swizzles &&
+           holds_values == x.holds_values;
   }
 };
 

@@ -37,10 +37,15 @@ struct BackwardPolicies<kMasks> : PlainBackwardPolicies {
   static constexpr bool kHasMask = true;
 };
 template <>
+struct BackwardPolicies<kScores> : PlainBackwardPolicies {
+  template <class T, int kKeyTiles, int kQueryTiles>
+  using Gradients = GeneralGradients<T, DistanceBias<true, kKeyTiles, kQueryTiles>>;
+};
+template <>
 struct BackwardPolicies<kGeneral> {
   static constexpr bool kHasMask = true;
   template <class T, int kKeyTiles, int kQueryTiles>
-  using Gradients = GeneralGradients<T, kKeyTiles, kQueryTiles>;
+  using Gradients = GeneralGradients<T, TileBias<T, true, kKeyTiles, kQueryTiles>>;
   using Dropping = OptionalDropout;
 };
 
@@ -79,7 +84,7 @@ struct Backward : BackwardBase<T, kHeadDimension, kOptions, kShared> {
   using Workspace = typename Types::Workspace;
   using Base::accumulate_keys, Base::extent, Base::first_score_key, Base::score_key, Base::score_query, Base::starts;
   using Base::kHeadDim, Base::kKeys, Base::kQueries, Base::kStages, Base::kThreads, Base::kScoreStride;
-  using Base::kInRegisters, Base::kKeyTiles, Base::kScoreTiles;
+  using Base::kInRegisters, Base::kKeyTiles, Base::kScoreTiles, Base::kHoldsValues;
   using Base::p, Base::workspace, Base::k_tile, Base::places, Base::b, Base::hk, Base::dk, Base::dv;
   using typename Base::QuerySums, typename Base::QueryTile, typename Base::RowTile, typename Base::Scores;
   using typename Base::Walk;
@@ -91,20 +96,23 @@ struct Backward : BackwardBase<T, kHeadDimension, kOptions, kShared> {
   static constexpr int kStageBytes =
       2 * kQueries * RowTile::kRowBytes + kQueries * ((kTwoWords ? 3 : 2) * 4 + Gradients::kRowBytes);
   static constexpr int kScoreBuffers = kInRegisters ? kStages : 2;
+  static constexpr int kKeyBytes = kKeys * RowTile::kRowBytes;
+  static constexpr int kStepBytes = kStages * kStageBytes + kScoreBuffers * kScoreBytes;
   static constexpr int kTileBytes =
-      2 * kKeys * RowTile::kRowBytes + kStages * kStageBytes + kScoreBuffers * kScoreBytes;
+      kKeyBytes + (kHoldsValues ? std::max(kKeyBytes, kStepBytes) : kKeyBytes + kStepBytes);
 
   T* v_tile;
   unsigned char* stages;
   T *q_tile, *dout_tile;          // tiles of the stage in use
   float *lse, *log2_sum, *delta;  // log2_sum: only with kTwoWords
   T *dscore_tile, *weight_tile;
+  typename Base::Core::A values[kHoldsValues ? kKeyTiles : 1][kHoldsValues ? kHeadDim / Base::Core::kK : 1];
   Gradients gradients;
 
   __device__ Backward(const AttnGradParams& params, const Workspace& workspace, T* shared)
       : Base(params, workspace, shared),
         v_tile(k_tile + kKeys * RowTile::kStride),
-        stages(reinterpret_cast<unsigned char*>(v_tile + kKeys * RowTile::kStride)) {}
+        stages(reinterpret_cast<unsigned char*>(v_tile + (kHoldsValues ? 0 : kKeys * RowTile::kStride))) {}
 
   static constexpr int kSharedBytes = kTileBytes + static_cast<int>(sizeof(typename Base::Notes));
 
@@ -115,6 +123,16 @@ struct Backward : BackwardBase<T, kHeadDimension, kOptions, kShared> {
                                         static_cast<int>(p.head_dim_v));
   }
   __device__ void isolate_keys() const { Visibility::isolate_keys(*this); }
+  __device__ void hold_values() {
+#pragma unroll
+    for (int i = 0; i < kKeyTiles; ++i) {
+#pragma unroll
+      for (int step = 0; step < kHeadDim / Base::Core::kK; ++step) {
+        values[i][step] =
+            RowTile::load_a(v_tile + score_key(i) * RowTile::kStride, RowTile::moved(places.a, step * Base::Core::kK));
+      }
+    }
+  }
   __device__ void end_head(int h) { Base::end_head(gradients, h); }
 
   __device__ void use_stage(int stage) {
@@ -195,7 +213,16 @@ struct Backward : BackwardBase<T, kHeadDimension, kOptions, kShared> {
   // P^T and dS^T of this warp's part of a query tile. dS^T also goes to shared memory.
   __device__ void compute_scores(const QueryTile& now, Scores& weights, Scores& dscores) {
     score_product<RowTile, true>(weights, places, k_tile, score_key(0), q_tile, score_query());
-    score_product<RowTile>(dscores, places, v_tile, score_key(0), dout_tile, score_query());
+    if constexpr (kHoldsValues) {
+      score_product<T, kHeadDim>(
+          dscores, [&](int i, int d) { return values[i][d / Base::Core::kK]; },
+          [&](typename Base::Core::B(&pair)[2], int n, int d) {
+            RowTile::load_b(pair, dout_tile + n * 8 * RowTile::kStride,
+                            RowTile::moved(places.b + score_query() * RowTile::kRowBytes, d));
+          });
+    } else {
+      score_product<RowTile>(dscores, places, v_tile, score_key(0), dout_tile, score_query());
+    }
     const int first = now.m * kQueries + this->part_query;
     const bool unmasked = Visibility::is_whole(now) && first >= extent()->unmasked_begin &&
                           first + Base::kPartQueries <= extent()->unmasked_end;

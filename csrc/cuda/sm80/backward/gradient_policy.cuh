@@ -38,8 +38,9 @@ struct PlainGradients {
   static __device__ void end_head(const Place&...) {}
 };
 
-// Options of a score and biases, found out at run time.
-template <class T, int kKeyTiles, int kQueryTiles>
+// Options of a score and biases, found out at run time. Bias: TileBias or, of kernels without a bias of any shape,
+// DistanceBias.
+template <class T, class Bias>
 struct GeneralGradients {
   using Workspace = GeneralWorkspace;
   // The centres of a row (rules/bias.h), which are kept behind its statistics.
@@ -53,12 +54,15 @@ struct GeneralGradients {
     }
   };
   static_assert(sizeof(RowCentres) <= kVectorBytes);
-  static constexpr bool kMasksAlways = true, kTwoWords = true;
+  static constexpr int kKeyTiles = Bias::kKeys / 16, kQueryTiles = Bias::kRows / 8;
+  static constexpr bool kMasksAlways = Bias::kHasElements, kTwoWords = true;
   static constexpr int kRowBytes = kVectorBytes;
-  using Bias = TileBias<T, true, kKeyTiles, kQueryTiles>;
-  using Gradient = TileBiasGradient<Bias, T, kKeyTiles, kQueryTiles, RelativeGradient::kInAnyOrderOrExact, TileCentres>;
+  // Calls that need exact sums run kernels with every bias (options_of).
+  static constexpr RelativeGradient kRelative =
+      Bias::kHasElements ? RelativeGradient::kInAnyOrderOrExact : RelativeGradient::kInAnyOrder;
+  using Gradient = TileBiasGradient<Bias, T, kKeyTiles, kQueryTiles, kRelative, TileCentres>;
 
-  BiasSums<kKeyTiles, true> sums;
+  BiasSums<kKeyTiles, Bias::kHasElements> sums;
 
   static __device__ void load_row(float* more, int i, const AttnGradParams& p, int b, int h, int64_t row, bool exists) {
     RowCentres centres{};
@@ -74,8 +78,9 @@ struct GeneralGradients {
     const Bias bias(step.p, step.b, step.h, step.mask(), step.row0 + step.query, step.key);
     const TileCentres centres{reinterpret_cast<const RowCentres*>(step.more) + first};
     Gradient gradient{step.p, bias, step.workspace, centres, step.b, step.h, step.is_first_split, sums};
-    flashattn_ext::weigh_and_differentiate(weights, dscores, step.workspace.score, bias, gradient, step.lse + first,
-                                           step.log2_sum + first, step.delta + first, seen_by, dropping);
+    flashattn_ext::weigh_and_differentiate<T, kMasked>(weights, dscores, step.workspace.score, bias, gradient,
+                                                       step.lse + first, step.log2_sum + first, step.delta + first,
+                                                       seen_by, dropping);
   }
   __device__ void end_head(const AttnGradParams& p, const Workspace& workspace, int b, int h, int n, int warp, int key,
                            int length_k) {

@@ -19,6 +19,21 @@
 
 namespace flashattn_ext::sm80 {
 
+// Options of a score, ALiBi or a relative bias: as GeneralScores, without a bias of any shape.
+template <class T, int kRowTiles, int kKeys>
+struct DistanceScores : CentredScores<kRowTiles, DistanceBias<false, kRowTiles, kKeys / 8>> {
+  using Rule = GeneralScore;
+  using Bias = DistanceBias<false, kRowTiles, kKeys / 8>;
+
+  template <class PlaceOf>
+  __device__ __forceinline__ auto make_logits(const AttnParams& p, const Rule& rule,
+                                              float (&x)[kRowTiles][kKeys / 8][4], const PlaceOf& place, Nothing) {
+    const auto stored = make_scores<T>(rule, x, p.has_bias());
+    if (p.has_bias()) place().template bias<Bias>(p).add_to_logits(x);
+    return stored;
+  }
+};
+
 // By the options of a row in the table of kernels. The first policy of each sort is empty and compiles to nothing.
 struct PlainPolicies {
   static constexpr bool kHasMask = false;
@@ -38,6 +53,11 @@ struct ForwardPolicies<kDropout> : PlainPolicies {
 template <>
 struct ForwardPolicies<kMasks> : PlainPolicies {
   static constexpr bool kHasMask = true;
+};
+template <>
+struct ForwardPolicies<kScores> : PlainPolicies {
+  template <class T, int kRowTiles, int kKeys>
+  using Scoring = DistanceScores<T, kRowTiles, kKeys>;
 };
 template <>
 struct ForwardPolicies<kFp8Scores> : PlainPolicies {
@@ -65,7 +85,8 @@ struct Forward {
   using Step = typename Visibility::Step;
   static constexpr ForwardTile kTile = tile_of<kernel_table::kSm80Forward, T, kHeadDim, kOptions>();
   static constexpr int kThreads = kTile.warps * 32, kRowTiles = kTile.row_tiles, kStages = kTile.stages;
-  static constexpr int kQueries = kTile.queries(), kKeys = step_keys<kHeadDim, Dropping::kDrops>(kTile);
+  static constexpr bool kHasOption = Dropping::kDrops || kOptions == kScores;
+  static constexpr int kQueries = kTile.queries(), kKeys = step_keys<kHeadDim, kHasOption>(kTile);
   static constexpr int kColumns = out_columns(kHeadDim);  // columns of v and out
   using RowTile = InputTile<T, kHeadDim>;                 // tiles of queries and keys
   using ValueTile = InputTile<T, kHeadDim, kColumns>;     // tiles of values
@@ -97,6 +118,7 @@ struct Forward {
   static constexpr int kSharedBytes =
       kTileElements * static_cast<int>(sizeof(T)) + (RowTile::kSwizzled ? kSlots * kVectorBytes : 0);
   static_assert(kSharedBytes <= least_shared(sizeof(T), kHeadDim));
+  static constexpr int kResident = forward_blocks(kTile, kSharedBytes);
 
   const AttnParams& p;
   T *q_tile, *k_tile, *v_tile;
@@ -339,8 +361,7 @@ struct Forward {
 };
 
 template <class T, int kHeadDim, Options kOptions>
-__global__ void __launch_bounds__(Forward<T, kHeadDim, kOptions>::kThreads,
-                                  Forward<T, kHeadDim, kOptions>::kTile.blocks)
+__global__ void __launch_bounds__(Forward<T, kHeadDim, kOptions>::kThreads, Forward<T, kHeadDim, kOptions>::kResident)
     forward_kernel(const __grid_constant__ AttnParams p, const __grid_constant__ TileOrder order,
                    const __grid_constant__ typename Forward<T, kHeadDim, kOptions>::Score score) {
   extern __shared__ __align__(16) unsigned char shared[];

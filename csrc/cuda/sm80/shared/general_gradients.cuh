@@ -11,10 +11,9 @@
 
 namespace flashattn_ext {
 
-// Backward: as weigh_and_differentiate in scores.cuh with two words of lse, and checks the mask of every score. A
-// weight of 0 has no gradient, even if another operand is not finite: the bias may mask the score.
-template <int kKeyTiles, int N, class Bias, class BiasGradient, class SeenBy, class Dropping,
-          class T = typename Bias::Element>
+// Backward: as weigh_and_differentiate in scores.cuh with two words of lse. A weight of 0 has no gradient, even if
+// another operand is not finite: the bias may mask the score.
+template <class T, bool kMasked, int kKeyTiles, int N, class Bias, class BiasGradient, class SeenBy, class Dropping>
 __device__ __forceinline__ void weigh_and_differentiate(float (&weights)[kKeyTiles][N][4],
                                                         float (&dscores)[kKeyTiles][N][4], const GeneralScore& score,
                                                         const Bias& bias, BiasGradient& bias_gradient, const float* top,
@@ -33,7 +32,7 @@ __device__ __forceinline__ void weigh_and_differentiate(float (&weights)[kKeyTil
     dropping.draw(first);
     each_element<kKeyTiles, kTogether>([&](int i, int n, int e) {
       const int query = (first + n) * 8 + e % 2;
-      const bool seen = seen_by.includes(i, e / 2, query), keeps = dropping.keeps(i, n, e);
+      const bool seen = !kMasked || seen_by.includes(i, e / 2, query), keeps = dropping.keeps(i, n, e);
       const bool exact = takes_products && !rounds_products(top[query]);
       const float product = weights[i][first + n][e], logit = logits[i][n][e];
       const float below = exact ? fmaf(product, score.factor, -top[query]) : logit - top[query];

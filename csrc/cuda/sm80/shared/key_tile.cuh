@@ -6,6 +6,7 @@
 //   load_keys(row, count)        starts copying `count` rows of keys, from `row` of the tensors on
 //   load_queries(stage, tile)    starts copying a tile of queries into a stage
 //   isolate_keys()               called before the first step: see the visibility policy (backward_visibility.cuh)
+//   hold_values()                with kTile.holds_values: reads them into registers before the first queries come
 //   compute_step(...)            one step of the walk, whose queries have arrived
 //   end_head(h)                  called after the last query tile of a head
 #pragma once
@@ -28,17 +29,20 @@ struct KeyTileShape {
   static constexpr BackwardTile kTile = Sizes::kTile;
   static constexpr int kWarps = kTile.warps, kThreads = kWarps * 32, kQueries = kTile.queries, kKeys = kTile.keys;
   static constexpr int kSplits = kTile.splits, kStages = kTile.stages, kTileRows = kQueries;
+  static constexpr bool kHoldsValues = kTile.holds_values;
   static constexpr int kColumns = kHeadDim / kSplits;  // columns of dq, dk and dv that one thread block computes
-  using RowTile = InputTile<T, kHeadDim>;              // tiles of q, k, v and dout
+  // Tiles of q, k, v and dout.
+  using RowTile = OperandTile<T, kHeadDim, InputTile<T, kHeadDim>::kSwizzled || kTile.swizzles>;
   // One warp's part of the scores.
   static constexpr bool kInRegisters = kTile.score_key_warps == kWarps;
   using ScoreTile = OperandTile<T, kQueries, kTile.swizzles>;  // rows are keys, columns queries
-  static_assert(!kTile.swizzles || (sizeof(T) == 2 && !kInRegisters));
+  static_assert(sizeof(T) == 2 || (!kTile.swizzles && !kTile.holds_values));
   static constexpr int kScoreStride = ScoreTile::kStride;
   static constexpr int kKeyTiles = kKeys / kTile.score_key_warps / 16;
   // A warp that has all queries of its keys computes them in parts, whose scores registers have room for.
   static constexpr int kWarpQueries = kQueries / (kWarps / kTile.score_key_warps);
-  static constexpr int kMostScoreTiles = (kHeadDim > 32 ? 8 : 16) / kKeyTiles;
+  static constexpr bool kFewScores = kHeadDim > 96 || (kHoldsValues && kHeadDim > 32);
+  static constexpr int kMostScoreTiles = (kFewScores ? 4 : kHeadDim > 32 ? 8 : 16) / kKeyTiles;
   static constexpr int kParts =
       kInRegisters && kWarpQueries > kMostScoreTiles * 8 ? kWarpQueries / (kMostScoreTiles * 8) : 1;
   static constexpr int kPartQueries = kQueries / kParts;
@@ -215,6 +219,14 @@ struct KeyTileKernel : Shape {
       ptx::cp_async_commit();
       return ptx::cp_async_wait<0>();
     }
+    if constexpr (Shape::kHoldsValues) {
+      ptx::cp_async_commit();
+      ptx::cp_async_wait<0>();
+      __syncthreads();
+      kernel().isolate_keys();
+      kernel().hold_values();
+      __syncthreads();
+    }
     kernel().load_queries(0, walk.next(kernel(), 0));
     walk.advance_ahead(kernel(), 1);
     if (kStages == 2) {
@@ -223,7 +235,7 @@ struct KeyTileKernel : Shape {
       ptx::cp_async_wait<1>();
       __syncthreads();
     }
-    kernel().isolate_keys();
+    if constexpr (!Shape::kHoldsValues) kernel().isolate_keys();
     for (int step = 0; step < walk.steps; ++step) {
       if (kStages == 1) {
         ptx::cp_async_wait<0>();
@@ -298,11 +310,12 @@ struct KeyTileKernel : Shape {
     if (p.deterministic) order.await_earlier_keys();
     QuerySums sum = {};
     multiply(sum);
+    float* const place = ptx::opaque_place_in_fragment(dq_fragment(workspace, tile, split(), 0, 0));
 #pragma unroll
     for (int i = 0; i < kQueryRowTiles; ++i) {
 #pragma unroll
       for (int c = 0; c < kQueryColumnTiles; ++c) {
-        ptx::add_fragment(dq_fragment(workspace, tile, split(), i, c), sum[i][c]);
+        ptx::add_fragment_at(place + (i * kQueryColumnTiles + c) * 128, sum[i][c]);
       }
     }
     if (p.deterministic) order.admit_later_keys();

@@ -51,14 +51,26 @@ constexpr ForwardTile large_forward_tile() {
   return kernel_table::kSm80Forward[kRow].tiles[kShared >= kLargeShared ? 0 : kShared >= kMediumShared ? 1 : 2];
 }
 
-// Keys of a step. Where register pressure is highest, code for sm_80 spills with more than 32 keys. Only device code
-// knows its architecture, so the host allocates shared memory for the keys of the table.
-template <int kHeadDim, bool kDrops>
+// Keys of a step. Where register pressure is highest, code for sm_80 spills with more than 32 keys; kHasOption:
+// dropout, or options of a score alone. Only device code knows its architecture, so the host allocates shared memory
+// for the keys of the table.
+template <int kHeadDim, bool kHasOption>
 constexpr int step_keys(const ForwardTile& tile) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-  if (kHeadDim == 144 || (kHeadDim == 128 && kDrops)) return tile.keys < 32 ? tile.keys : 32;
+  if (kHeadDim == 144 || (kHeadDim == 128 && kHasOption)) return tile.keys < 32 ? tile.keys : 32;
 #endif
   return tile.keys;
+}
+
+// Thread blocks of a forward on a multiprocessor, which bound its registers, by the shared memory of each. Code for
+// GPUs of 8.6, 8.9 and 12.0 counts those that 100 KB hold. The PTX of 8.0 in a build knows of no such limit.
+constexpr int forward_blocks(const ForwardTile& tile, int bytes) {
+#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200)
+  const int most = 100 * 1024 / (bytes + 1024);  // 1 KB of each is the driver's
+  return most < 1 ? 1 : most < tile.blocks ? most : tile.blocks;
+#else
+  return tile.blocks;
+#endif
 }
 
 // The tile of a backward on a GPU whose thread blocks may have kShared bytes, one of the three sizes above. For a

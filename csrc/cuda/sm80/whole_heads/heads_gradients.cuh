@@ -91,9 +91,9 @@ struct GeneralHeadGradients {
     BiasSums<1, true> sums;
     Gradient gradient{kernel.p, bias, kernel.rule, NoCentres(), kernel.b, tile.h, true, sums};
     OptionalDropout::Columns<1> dropping(kernel.p, kernel.b, tile.h, key, row);
-    flashattn_ext::weigh_and_differentiate(weights, dscores, kernel.rule.score, bias, gradient, now.lse + first,
-                                           now.log2_sum + first, now.delta + first,
-                                           SeenBy<1>(kernel.mask(), row + 2 * t(), key + g()), dropping);
+    flashattn_ext::weigh_and_differentiate<typename Kernel::Element, true>(
+        weights, dscores, kernel.rule.score, bias, gradient, now.lse + first, now.log2_sum + first, now.delta + first,
+        SeenBy<1>(kernel.mask(), row + 2 * t(), key + g()), dropping);
   }
 };
 

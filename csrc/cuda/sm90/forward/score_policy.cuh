@@ -57,7 +57,7 @@ struct Fp8ProductScores : DescaledScores<Float8> {
 
 // Options of a score, ALiBi or a relative bias: there are no loads for single scores.
 template <class T, int kKeys>
-struct DistanceScores : CentredScores<T, 1, DistanceBias<false, 1, kKeys / 8>> {
+struct DistanceScores : CentredScores<1, DistanceBias<false, 1, kKeys / 8>> {
   using Rule = GeneralScore;
   using Bias = DistanceBias<false, 1, kKeys / 8>;
 
