@@ -98,7 +98,7 @@ def runs_few_rows(tensors: Any, longer: Any, name: str, packed: bool) -> bool:
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
             results(tensors, options, packed)
             torch.cuda.synchronize()
-        return any(re.search(r"decode::|packed_kernel", event.key) for event in recorded.key_averages())
+        return any(re.search(r"decode::|PackedForward", event.key) for event in recorded.key_averages())
     out, lse = results(tensors, options, packed)
     out_of_long, lse_of_long = results(longer, options_of(name, LONG, q.shape[2], device, packed), packed)
     is_same = torch.equal(out, out_of_long[:, -q.shape[1] :]) and torch.equal(lse, lse_of_long[..., -q.shape[1] :])

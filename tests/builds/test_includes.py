@@ -86,8 +86,6 @@ OF_TORCH = ("tensors", "call", "ops", "autograd", "module")  # the folders that 
 # Includes that the rule forbids and that are still there: file, header, why. One that is gone is to be removed here.
 EXCEPTIONS = {
     ("cuda/sm90/backward/backward.cuh", "cuda/sm90/backward_wide/backward_wide.cuh"): "chooses between the two kernels",
-    ("cuda/sm90/backward_wide/backward_wide.cuh", "cuda/sm90/backward/backward_policies.cuh"): "has the same policies",
-    ("cuda/sm90/derivatives/jvp.cuh", "cuda/sm90/forward/visibility_policy.cuh"): "has the same visible tiles",
 }
 
 

@@ -22,46 +22,6 @@ inline bool is_finite_row(const In* row, int64_t n) {
   return !infinite;
 }
 
-// Bits that are all set in the exponent of numbers that are not finite, and in no others. `inline`, because Clang gives
-// the specialisations of a variable template external linkage, and two sources of an instruction set include this
-// header.
-template <class In>
-inline constexpr auto kExponentBits = static_cast<uint16_t>(0x7F80);
-template <>
-inline constexpr auto kExponentBits<float> = uint32_t{0x7F800000};
-template <>
-inline constexpr auto kExponentBits<Float16> = static_cast<uint16_t>(0x7C00);
-template <>
-inline constexpr auto kExponentBits<Float8> = static_cast<uint8_t>(0x7F);
-template <>
-inline constexpr auto kExponentBits<double> = uint64_t{0x7FF0000000000000};
-
-// Whether all of the n elements from `offset` on of each of these rows are finite. Adding its lowest bit to an exponent
-// carries into the sign only if all of its bits are set.
-template <class In>
-inline bool are_finite_rows(const In* const* rows, int64_t offset, int64_t count, int64_t n) {
-  constexpr auto kBits = kExponentBits<In>;
-  using Bits = std::remove_const_t<decltype(kBits)>;
-  typedef Bits BitV __attribute__((vector_size(kVectorBytes)));
-  constexpr int64_t kElements = kVectorBytes / sizeof(In);
-  constexpr Bits kLowest = kBits & (~kBits + 1);
-  BitV carries{};
-  bool all = true;
-  for (int64_t r = 0; r < count; ++r) {
-    const In* const row = rows[r] + offset;
-    int64_t d = 0;
-    for (; d + kElements <= n; d += kElements) {
-      BitV x;
-      std::memcpy(&x, row + d, sizeof x);
-      carries |= (x & kBits) + kLowest;
-    }
-    for (; d < n; ++d) all = all && is_finite(row[d]);
-  }
-  Bits any = 0;
-  for (int64_t l = 0; l < kElements; ++l) any |= carries[l];
-  return all && (any & (kBits + kLowest)) == 0;
-}
-
 // The non-finite rows of a tile of one input.
 template <class In, class Op>
 class IsolatedRows {

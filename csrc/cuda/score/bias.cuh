@@ -145,6 +145,22 @@ struct TileBias : DistanceBias<kTransposed, kRowTiles, kColumnTiles> {
   using Narrow = std::conditional_t<sizeof(T) == 2, T, __nv_bfloat16>;
 };
 
+// Of which scores a warp's tile has the biases: from row `row` and key `key` of a head on.
+template <class Mask>
+struct BiasPlace {
+  int b, h;
+  Mask mask;
+  int row, key;
+
+  // p: the call, or the tangents of one.
+  template <class Bias>
+  __device__ __forceinline__ Bias bias(const AttnParams& p) const {
+    return Bias(p, b, h, mask, row, key);
+  }
+};
+template <class Mask>
+BiasPlace(int, int, Mask, int, int) -> BiasPlace<Mask>;
+
 // The same, with elements that `read` has loaded before the products of the tile, which hide their latency.
 template <class T, bool kTransposed, int kRowTiles, int kColumnTiles>
 struct TileBiasAhead : TileBias<T, kTransposed, kRowTiles, kColumnTiles> {

@@ -129,21 +129,19 @@ __device__ __forceinline__ void subtract_words(float (&x)[kKeyTiles][N][4], cons
   }
 }
 
-// Subtracts the words from the products of a warp's part of a step, if a row has a mark. Kernel: the backward or second
-// derivatives of ../sm80/; row0: the first query of the step.
-template <bool kTopAlone, class Kernel, class Score, int kKeyTiles, int N>
-__device__ __forceinline__ void subtract_words_of_marked(const Kernel& kernel, float (&x)[kKeyTiles][N][4],
-                                                         const Score& score, int h, int row0) {
-  const int query = kernel.score_query();
-  if (!has_mark<8 * N>(kernel.lse + query)) return;
-  subtract_words<kTopAlone>(x, score, kernel.lse + query,
-                            kernel.workspace.words_of(kernel.p, kernel.b, h, row0 + query));
+// Subtracts the words from the products of a warp's part of a step, if a row has a mark. step: a KeyTileStep of
+// ../sm80/.
+template <bool kTopAlone, class Step, class Score, int kKeyTiles, int N>
+__device__ __forceinline__ void subtract_words_of_marked(const Step& step, float (&x)[kKeyTiles][N][4],
+                                                         const Score& score) {
+  const float* const lse = step.lse + step.query;
+  if (!has_mark<8 * N>(lse)) return;
+  subtract_words<kTopAlone>(x, score, lse, step.workspace.words_of(step.p, step.b, step.h, step.row0 + step.query));
 }
 
-// dP of rows with one weight becomes 0, in the same kernels.
-template <class Kernel, int kKeyTiles, int N>
-__device__ __forceinline__ void clear_rows_of_marked(const Kernel& kernel, float (&dp)[kKeyTiles][N][4]) {
-  const float* const marks = (Kernel::kTwoWords ? kernel.log2_sum : kernel.lse) + kernel.score_query();
+// dP of rows with one weight becomes 0. marks: the words of the rows that have the marks.
+template <int kKeyTiles, int N>
+__device__ __forceinline__ void clear_rows_of_marked(const float* marks, float (&dp)[kKeyTiles][N][4]) {
   if (has_mark<8 * N>(marks)) clear_rows_of_one_weight(dp, marks);
 }
 

@@ -4,7 +4,7 @@
 
 #include "cuda/host/launch.cuh"
 #include "cuda/ptx/grid.cuh"
-#include "cuda/stages/backward_prepare.h"
+#include "cuda/stages/backward_stages.h"
 #include "cuda/stages/tile_order.cuh"
 #include "cuda/tile/operand_tile.cuh"
 #include "cuda/tile/warp.cuh"

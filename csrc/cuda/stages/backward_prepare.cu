@@ -6,7 +6,7 @@
 #include "cuda/host/call.h"
 #include "cuda/host/launch.cuh"
 #include "cuda/score/large_rows.cuh"
-#include "cuda/stages/backward_prepare.h"
+#include "cuda/stages/backward_stages.h"
 #include "cuda/tile/rows.cuh"
 #include "cuda/tile/tile.cuh"
 #include "cuda/tile/vector.cuh"

@@ -6,7 +6,7 @@
 // added to the gradient of the relative bias in memory; deterministic calls add them to exact sums in the workspace.
 #pragma once
 
-#include "cuda/score/bias.cuh"
+#include "cuda/score/distance_bias.cuh"
 #include "cuda/stages/backward_workspace.h"
 #include "cuda/tile/warp.cuh"
 

@@ -1,6 +1,6 @@
 #include "cuda/host/launch.cuh"
 #include "cuda/score/large_rows.cuh"
-#include "cuda/stages/few_keys_delta.h"
+#include "cuda/stages/backward_stages.h"
 #include "cuda/stages/tile_order.cuh"
 #include "cuda/table/options.h"
 #include "cuda/tile/rows.cuh"

@@ -14,16 +14,19 @@
 
 namespace flashattn_ext {
 
-// The statistics of rows `query` and `query + 1` of the query tile, from the kernel's arrays in shared memory.
+// The statistics of the queries of a tile, in shared memory. log2_sum: with two words of lse.
+struct SecondRows {
+  const float *lse, *log2_sum, *delta, *r, *tlse;
+};
+// Those of rows `query` and `query + 1`.
 struct RowPair {
   float2 lse, delta, r, tlse;
 
-  template <class Kernel>
-  __device__ __forceinline__ RowPair(const Kernel& kernel, int query)
-      : lse(pair(kernel.lse, query)),
-        delta(pair(kernel.delta, query)),
-        r(pair(kernel.r, query)),
-        tlse(pair(kernel.tlse, query)) {}
+  __device__ __forceinline__ RowPair(const SecondRows& rows, int query)
+      : lse(pair(rows.lse, query)),
+        delta(pair(rows.delta, query)),
+        r(pair(rows.r, query)),
+        tlse(pair(rows.tlse, query)) {}
   static __device__ __forceinline__ float2 pair(const float* values, int query) {
     return *reinterpret_cast<const float2*>(values + query);
   }
@@ -43,14 +46,18 @@ struct PlainSecond {
   using Workspace = BackwardWorkspace;
   static constexpr bool kMasksAlways = false, kTwoWords = false;
 
-  template <bool kMasked, class Kernel, class Scores, int kKeyTiles, class Dropping>
-  __device__ void differentiate_twice(const Kernel& kernel, int, int, Scores& x, Scores& tangents, Scores& dp,
-                                      const Scores& b, const SeenBy<kKeyTiles>& seen_by, Dropping& dropping) {
-    const auto& score = kernel.workspace.score;
+  // step: as KeyTileStep of ../sm80/, of which it reads the rule of the workspace and the first query. b: [key tile]
+  // [query tile][4], as the others.
+  template <bool kMasked, class Step, int kKeyTiles, int N, class Dropping>
+  __device__ void differentiate_twice(const Step& step, const SecondRows& statistics, float (&x)[kKeyTiles][N][4],
+                                      float (&tangents)[kKeyTiles][N][4], float (&dp)[kKeyTiles][N][4],
+                                      const float (&b)[kKeyTiles][N][4], const SeenBy<kKeyTiles>& seen_by,
+                                      Dropping& dropping) {
+    const auto& score = step.workspace.score;
 #pragma unroll
-    for (int n = 0; n < Kernel::kScoreTiles; ++n) {
+    for (int n = 0; n < N; ++n) {
       if (n % 2 == 0) dropping.draw(n);
-      const RowPair rows(kernel, kernel.score_query() + n * 8 + 2 * t());
+      const RowPair rows(statistics, step.query + n * 8 + 2 * t());
       each_element<kKeyTiles, 1>([&](int i, int, int e) {
         const bool odd = e % 2, keeps = dropping.keeps(i, n, e);
         const float weight = weight_of(score, x[i][n][e], odd ? rows.lse.y : rows.lse.x);
@@ -65,8 +72,8 @@ struct PlainSecond {
       });
     }
   }
-  template <class Kernel>
-  __device__ void end_head(const Kernel&, int) {}
+  template <class... Place>
+  static __device__ void end_head(const Place&...) {}
 };
 
 }  // namespace flashattn_ext

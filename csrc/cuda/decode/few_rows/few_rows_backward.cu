@@ -8,7 +8,7 @@
 #include "cuda/decode/few_rows/few_rows.h"
 #include "cuda/ptx/grid.cuh"
 #include "cuda/stages/backward_finish.cuh"
-#include "cuda/stages/backward_prepare.h"
+#include "cuda/stages/backward_stages.h"
 
 namespace flashattn_ext::decode {
 namespace {

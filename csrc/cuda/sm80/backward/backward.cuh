@@ -8,12 +8,46 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "cuda/sm80/backward/backward_policies.cuh"
+#include "cuda/sm80/backward/gradient_policy.cuh"
+#include "cuda/sm80/shared/backward_visibility.cuh"
+#include "cuda/sm80/shared/dropout_policy.cuh"
 #include "cuda/sm80/shared/key_tile.cuh"
-#include "cuda/stages/bias_finish.h"
-#include "cuda/stages/few_keys_delta.h"
+#include "cuda/stages/backward_stages.h"
 
 namespace flashattn_ext::sm80 {
+
+// By the options of a row in the table of kernels. The first policy of each sort is empty and compiles to nothing.
+struct PlainBackwardPolicies {
+  static constexpr bool kHasMask = false;
+  template <class T, int kKeyTiles, int kQueryTiles>
+  using Gradients = PlainGradients;
+  using Dropping = NoDropout;
+};
+
+template <Options kOptions>
+struct BackwardPolicies;
+template <>
+struct BackwardPolicies<kPlain> : PlainBackwardPolicies {};
+template <>
+struct BackwardPolicies<kDropout> : PlainBackwardPolicies {
+  using Dropping = CounterDropout;
+};
+template <>
+struct BackwardPolicies<kMasks> : PlainBackwardPolicies {
+  static constexpr bool kHasMask = true;
+};
+template <>
+struct BackwardPolicies<kScores> : PlainBackwardPolicies {
+  template <class T, int kKeyTiles, int kQueryTiles>
+  using Gradients = GeneralGradients<T, DistanceBias<true, kKeyTiles, kQueryTiles>>;
+};
+template <>
+struct BackwardPolicies<kGeneral> {
+  static constexpr bool kHasMask = true;
+  template <class T, int kKeyTiles, int kQueryTiles>
+  using Gradients = GeneralGradients<T, TileBias<T, true, kKeyTiles, kQueryTiles>>;
+  using Dropping = OptionalDropout;
+};
 
 template <class T, int kHeadDim, Options kOptions, int kShared>
 struct BackwardSizes {
@@ -28,10 +62,10 @@ template <class T, int kHeadDim, Options kOptions, int kShared>
 struct BackwardTypes {
   using Policies = BackwardPolicies<kOptions>;
   using Kernel = Backward<T, kHeadDim, kOptions, kShared>;
-  using Visibility = typename Policies::template Visibility<Kernel>;
+  using Visibility = QueriesOf<Kernel, Policies::kHasMask>;
   using Dropping = typename Policies::Dropping;
   using Shape = KeyTileShape<T, kHeadDim, BackwardSizes<T, kHeadDim, kOptions, kShared>>;
-  using Gradients = typename Policies::template Gradients<Kernel, T, Shape::kKeyTiles, Shape::kScoreTiles>;
+  using Gradients = typename Policies::template Gradients<T, Shape::kKeyTiles, Shape::kScoreTiles>;
   using Workspace = typename Gradients::Workspace;
 };
 
@@ -99,7 +133,7 @@ struct Backward : BackwardBase<T, kHeadDimension, kOptions, kShared> {
       }
     }
   }
-  __device__ void end_head(int h) { gradients.end_head(*this, h); }
+  __device__ void end_head(int h) { Base::end_head(gradients, h); }
 
   __device__ void use_stage(int stage) {
     q_tile = reinterpret_cast<T*>(stages + stage * kStageBytes);
@@ -132,7 +166,7 @@ struct Backward : BackwardBase<T, kHeadDimension, kOptions, kShared> {
         lse[i] = i < rows ? workspace.lse[index + i] : infinity();
       }
       delta[i] = i < rows ? workspace.delta[index + i] : 0.f;
-      gradients.load_row(*this, i, h, row + i, i < rows);
+      gradients.load_row(delta + kQueries, i, p, b, h, row + i, i < rows);
     }
   }
 
@@ -206,8 +240,9 @@ struct Backward : BackwardBase<T, kHeadDimension, kOptions, kShared> {
     if constexpr (kMasked) {
       seen_by = Visibility::template seen_by<kKeyTiles, kScoreTiles>(*this, now, row, key);
     }
-    clear_rows_of_marked(*this, dscores);
-    gradients.template weigh_and_differentiate<kMasked>(*this, now.h, row0, weights, dscores, seen_by, dropping);
+    clear_rows_of_marked((kTwoWords ? log2_sum : lse) + score_query(), dscores);
+    gradients.template weigh_and_differentiate<kMasked, kTwoWords>(this->step_of(now.h, row0, lse, log2_sum, delta),
+                                                                   weights, dscores, seen_by, dropping);
   }
 };
 

@@ -15,19 +15,39 @@
 
 #include "cuda/host/call.h"
 #include "cuda/host/launch.cuh"
+#include "cuda/score/tangent_policy.cuh"
 #include "cuda/score/tangent_rows.cuh"
-#include "cuda/sm80/derivatives/derivative_policies.cuh"
+#include "cuda/sm80/shared/dropout_policy.cuh"
 #include "cuda/sm80/shared/tiles.h"
+#include "cuda/sm80/shared/visibility_policy.cuh"
 #include "cuda/stages/tile_order.cuh"
 #include "cuda/tile/products.cuh"
 
 namespace flashattn_ext::sm80 {
 
+// By the options of a row in the table of kernels: plain 16-bit calls, and all others.
+template <Options kOptions>
+struct JvpPolicies;
+template <>
+struct JvpPolicies<kPlain> {
+  static constexpr bool kHasMask = false;
+  template <class T, int kRowTiles, int kKeys>
+  using Tangents = PlainTangents;
+  using Dropping = NoDropout;
+};
+template <>
+struct JvpPolicies<kGeneral> {
+  static constexpr bool kHasMask = true;
+  template <class T, int kRowTiles, int kKeys>
+  using Tangents = GeneralTangents<T, kRowTiles, kKeys>;
+  using Dropping = OptionalDropout;
+};
+
 template <class T, int kHeadDim, Options kOptions>
 struct Jvp {
   using Core = TensorCore<T>;
   using Policies = JvpPolicies<kOptions>;
-  using Visibility = typename Policies::template Visibility<Jvp>;
+  using Visibility = VisibilityOf<Jvp, Policies::kHasMask>;
   using Dropping = typename Policies::Dropping;
   using Step = typename Visibility::Step;
   static constexpr ForwardTile kTile = tile_of<kernel_table::kSm80Jvp, T, kHeadDim, kOptions>();
@@ -96,14 +116,13 @@ struct Jvp {
   __device__ Limits tile_rows() const { return {row0, min(row0 + kQueries, length_q())}; }
   // The row of this lane's first score.
   __device__ int score_row() const { return ptx::opaque(row0) + tile_row(0) + g(); }
-  template <class Bias>
-  __device__ Bias bias(const AttnParams& of, const Step& step) const {
-    return Bias(of, head()->b, head()->h, mask(), ptx::opaque(row0) + tile_row(0), step.n * kKeys);
+  __device__ auto bias_place(int n) const {
+    return BiasPlace{head()->b, head()->h, mask(), ptx::opaque(row0) + tile_row(0), n * kKeys};
   }
 
   __device__ bool moves_products() const { return p.tangents.q.data || p.tangents.k.data; }
   // Whether the tangent of any logit can be other than 0.
-  __device__ bool moves_logits() const { return moves_products() || Tangents::has_biases(*this); }
+  __device__ bool moves_logits() const { return moves_products() || Tangents::has_biases(p); }
 
   __device__ __forceinline__ void run(const TileOrder& order) {
     const int heads = static_cast<int>(p.heads_q);
@@ -113,7 +132,7 @@ struct Jvp {
     const int step = order.blocks * kQueries;
     for (row0 = (order.blocks - 1 - block) * kQueries; row0 < length_q(); row0 = ptx::opaque(row0) + step) {
       start_tile();
-      if (Tangents::has_biases(*this)) {
+      if (Tangents::has_biases(p)) {
         walk_keys<true>();
         rows.end_biases();
         __syncthreads();
@@ -229,19 +248,20 @@ struct Jvp {
 
   template <bool kBiasesAlone>
   __device__ void compute_step(const Step& step, Scores& scores, Scores& tangents) {
-    const auto& rule = Tangents::make_logits(*this, scores, tangents, step);
+    const auto place = [&] { return bias_place(step.n); };
+    const auto& rule = Tangents::make_logits(p, score, scores, tangents, place);
     if (step.masked) hide_keys<true, true>(scores, mask(), score_row(), step.n * kKeys + 2 * t());
     Visibility::hide(*this, step, scores);
     rows.subtract_words(scores, rule, [&](int i, int r) { return words_of(tile_row(i) + g() + 8 * r); });
     if constexpr (kBiasesAlone) {
-      Tangents::add_biases(*this, tangents, step);
+      Tangents::add_biases(p, tangents, place);
       rows.hide(scores, tangents);
       rows.sum_biases(scores, tangents, rule);
     } else {
       rows.hide(scores, tangents);
       rows.find_pivots(scores, tangents, rule);
-      if (Tangents::has_biases(*this)) {
-        Tangents::add_biases(*this, tangents, step);
+      if (Tangents::has_biases(p)) {
+        Tangents::add_biases(p, tangents, place);
         rows.hide(scores, tangents);
       }
       Weights moved, weights;

@@ -11,12 +11,32 @@
 #pragma once
 
 #include "cuda/score/large_rows.cuh"
-#include "cuda/sm80/derivatives/derivative_policies.cuh"
+#include "cuda/sm80/derivatives/second_policy.cuh"
+#include "cuda/sm80/shared/backward_visibility.cuh"
+#include "cuda/sm80/shared/dropout_policy.cuh"
 #include "cuda/sm80/shared/key_tile.cuh"
-#include "cuda/stages/bias_finish.h"
+#include "cuda/stages/backward_stages.h"
 #include "cuda/stages/second_workspace.cuh"
 
 namespace flashattn_ext::sm80 {
+
+// By the options of a row in the table of kernels: plain 16-bit calls, and all others.
+template <Options kOptions>
+struct SecondPolicies;
+template <>
+struct SecondPolicies<kPlain> {
+  static constexpr bool kHasMask = false;
+  template <class T, int kKeyTiles, int kQueryTiles>
+  using Gradients = PlainSecond;
+  using Dropping = NoDropout;
+};
+template <>
+struct SecondPolicies<kGeneral> {
+  static constexpr bool kHasMask = true;
+  template <class T, int kKeyTiles, int kQueryTiles>
+  using Gradients = GeneralSecond<T, kKeyTiles, kQueryTiles>;
+  using Dropping = OptionalDropout;
+};
 
 template <class T, int kHeadDim, bool kLarge>
 struct SecondSizes {
@@ -30,7 +50,7 @@ struct Second;
 template <class T, int kHeadDim, Options kOptions, bool kLarge>
 struct SecondTypes {
   using Policies = SecondPolicies<kOptions>;
-  using Visibility = typename Policies::template Visibility<Second<T, kHeadDim, kOptions, kLarge>>;
+  using Visibility = QueriesOf<Second<T, kHeadDim, kOptions, kLarge>, Policies::kHasMask>;
   using Dropping = typename Policies::Dropping;
   using Shape = KeyTileShape<T, kHeadDim, SecondSizes<T, kHeadDim, kLarge>>;
   using Gradients = typename Policies::template Gradients<T, Shape::kKeyTiles, Shape::kScoreTiles>;
@@ -128,7 +148,7 @@ struct Second : SecondBase<T, kHeadDimension, kOptions, kLarge> {
       tlse[i] = exists ? *row_statistic(p.tangents.lse, b, h, row + i) : 0.f;
     }
   }
-  __device__ void end_head(int h) { gradients.end_head(*this, h); }
+  __device__ void end_head(int h) { Base::end_head(gradients, h); }
 
   __device__ void compute_step(int step, const QueryTile& now, bool more, const Walk& walk) {
     if (kHeadDim > 64) this->recompute_places();
@@ -177,19 +197,22 @@ struct Second : SecondBase<T, kHeadDimension, kOptions, kLarge> {
     if (p.tangents.v.data) {
       add_score_product<RowTile>(of_values, places, tv_tile, score_key(0), dout_tile, score_query());
     }
-    if constexpr (!kTwoWords) subtract_words_of_marked<false>(*this, x, workspace.score, h, row0);
+    const auto step = this->step_of(h, row0, lse, log2_sum, delta);
+    if constexpr (!kTwoWords) subtract_words_of_marked<false>(step, x, workspace.score);
     const int key = first_score_key(), row = row0 + score_query();
     typename Dropping::template Columns<kKeyTiles> dropping(p, b, h, key, row);
     typename Visibility::template SeenBy<kKeyTiles, kScoreTiles> seen_by;
     if constexpr (kMasked) {
       seen_by = Visibility::template seen_by<kKeyTiles, kScoreTiles>(*this, now, row, key);
     }
-    clear_rows_of_marked(*this, dp);
-    clear_rows_of_marked(*this, of_values);
-    gradients.template differentiate_twice<kMasked>(*this, h, row0, x, tangents, dp, of_values, seen_by, dropping);
+    const float* const marks = (kTwoWords ? log2_sum : lse) + score_query();
+    clear_rows_of_marked(marks, dp);
+    clear_rows_of_marked(marks, of_values);
+    const SecondRows rows{lse, log2_sum, delta, r, tlse};
+    gradients.template differentiate_twice<kMasked>(step, rows, x, tangents, dp, of_values, seen_by, dropping);
     // The tangent of a row's only logit is that of lse.
-    clear_rows_of_marked(*this, x);
-    clear_rows_of_marked(*this, dp);
+    clear_rows_of_marked(marks, x);
+    clear_rows_of_marked(marks, dp);
     store_scores(weight_tile, x);
     store_scores(t_tile, tangents);
     store_scores(f_tile, dp);

@@ -1,7 +1,7 @@
 // Policies of second derivatives (second.cuh) for scores: from the products of a step to the operands of the gradients
 // (docs/derivatives.md, where F is called G). They have the members of the backward's policies (gradient_policy.cuh),
 // with one function for the scores:
-//   differentiate_twice(kernel, ...)
+//   differentiate_twice<kMasked>(step, rows, ...)
 //                            products, transposed: of q and k, of their tangents (<tq, k> + <q, tk>), dP = <dout, v>
 //                            and B = <dout, tv>. The first three become P m (A - tlse), T and F.
 #pragma once
@@ -25,16 +25,16 @@ struct GeneralSecond {
 
   BiasSums<kKeyTiles, true> sums;
 
-  template <bool kMasked, class Kernel, class Scores, class SeenBy, class Dropping>
-  __device__ void differentiate_twice(const Kernel& kernel, int h, int row0, Scores& x, Scores& tangents, Scores& dp,
-                                      const Scores& b, const SeenBy& seen_by, Dropping& dropping) {
+  template <bool kMasked, class Step, class Scores, class SeenBy, class Dropping>
+  __device__ void differentiate_twice(const Step& step, const SecondRows& statistics, Scores& x, Scores& tangents,
+                                      Scores& dp, const Scores& b, const SeenBy& seen_by, Dropping& dropping) {
     constexpr int kTogether = 2;  // query tiles
-    const GeneralScore& score = kernel.workspace.score;
-    const bool is_plain = !score.changes_products() && !kernel.p.has_bias();
-    const int query = kernel.score_query(), key = kernel.first_score_key();
-    const Bias bias(kernel.p, kernel.b, h, kernel.mask(), row0 + query, key);
-    const Bias moving(kernel.p.tangents, kernel.b, h, kernel.mask(), row0 + query, key);
-    Gradient gradient{kernel.p, bias, kernel.workspace, {}, kernel.b, h, kernel.split() == 0, sums};
+    const GeneralScore& score = step.workspace.score;
+    const bool is_plain = !score.changes_products() && !step.p.has_bias();
+    const int query = step.query;
+    const Bias bias(step.p, step.b, step.h, step.mask(), step.row0 + query, step.key);
+    const Bias moving(step.p.tangents, step.b, step.h, step.mask(), step.row0 + query, step.key);
+    Gradient gradient{step.p, bias, step.workspace, {}, step.b, step.h, step.is_first_split, sums};
 #pragma unroll
     for (int first = 0; first < kQueryTiles; first += kTogether) {
       float logits[kKeyTiles][kTogether][4], of_biases[kKeyTiles][kTogether][4] = {}, e_of[kKeyTiles][kTogether][4];
@@ -50,8 +50,8 @@ struct GeneralSecond {
 #pragma unroll
       for (int n = 0; n < kTogether; ++n) {
         const int row = query + (first + n) * 8 + 2 * t();
-        const RowPair rows(kernel, row);
-        const float2 log2_sum = RowPair::pair(kernel.log2_sum, row);
+        const RowPair rows(statistics, row);
+        const float2 log2_sum = RowPair::pair(statistics.log2_sum, row);
         each_element<kKeyTiles, 1>([&](int i, int, int e) {
           const bool odd = e % 2, keeps = dropping.keeps(i, n, e);
           float &own = x[i][first + n][e], &tangent = tangents[i][first + n][e], &product = dp[i][first + n][e];
@@ -80,9 +80,9 @@ struct GeneralSecond {
     }
     gradient.finish();
   }
-  template <class Kernel>
-  __device__ void end_head(const Kernel& kernel, int h) {
-    store_bias_sums(kernel, sums, h);
+  __device__ void end_head(const AttnGradParams& p, const Workspace& workspace, int b, int h, int n, int warp, int key,
+                           int length_k) {
+    store_bias_sums(sums, p, workspace, b, h, n, warp, key, length_k);
   }
 };
 

@@ -6,10 +6,12 @@
 
 #include "cuda/host/call.h"
 #include "cuda/host/launch.cuh"
+#include "cuda/score/score_policy.cuh"
 #include "cuda/score/scores.cuh"
 #include "cuda/sm80/forward/forward_large.cuh"
-#include "cuda/sm80/forward/forward_policies.cuh"
+#include "cuda/sm80/shared/dropout_policy.cuh"
 #include "cuda/sm80/shared/tiles.h"
+#include "cuda/sm80/shared/visibility_policy.cuh"
 #include "cuda/stages/tile_order.cuh"
 #include "cuda/tile/operand_tile.cuh"
 #include "cuda/tile/products.cuh"
@@ -17,11 +19,68 @@
 
 namespace flashattn_ext::sm80 {
 
+// Options of a score, ALiBi or a relative bias: as GeneralScores, without a bias of any shape.
+template <class T, int kRowTiles, int kKeys>
+struct DistanceScores : CentredScores<kRowTiles, DistanceBias<false, kRowTiles, kKeys / 8>> {
+  using Rule = GeneralScore;
+  using Bias = DistanceBias<false, kRowTiles, kKeys / 8>;
+
+  template <class PlaceOf>
+  __device__ __forceinline__ auto make_logits(const AttnParams& p, const Rule& rule,
+                                              float (&x)[kRowTiles][kKeys / 8][4], const PlaceOf& place, Nothing) {
+    const auto stored = make_scores<T>(rule, x, p.has_bias());
+    if (p.has_bias()) place().template bias<Bias>(p).add_to_logits(x);
+    return stored;
+  }
+};
+
+// By the options of a row in the table of kernels. The first policy of each sort is empty and compiles to nothing.
+struct PlainPolicies {
+  static constexpr bool kHasMask = false;
+  template <class T, int kRowTiles, int kKeys>
+  using Scoring = PlainScores;
+  using Dropping = NoDropout;
+};
+
+template <Options kOptions>
+struct ForwardPolicies;
+template <>
+struct ForwardPolicies<kPlain> : PlainPolicies {};
+template <>
+struct ForwardPolicies<kDropout> : PlainPolicies {
+  using Dropping = CounterDropout;
+};
+template <>
+struct ForwardPolicies<kMasks> : PlainPolicies {
+  static constexpr bool kHasMask = true;
+};
+template <>
+struct ForwardPolicies<kScores> : PlainPolicies {
+  template <class T, int kRowTiles, int kKeys>
+  using Scoring = DistanceScores<T, kRowTiles, kKeys>;
+};
+template <>
+struct ForwardPolicies<kFp8Scores> : PlainPolicies {
+  template <class T, int kRowTiles, int kKeys>
+  using Scoring = DescaledScores<T>;
+};
+template <>
+struct ForwardPolicies<kFp8General> : ForwardPolicies<kFp8Scores> {
+  static constexpr bool kHasMask = true;
+};
+template <>
+struct ForwardPolicies<kGeneral> {
+  static constexpr bool kHasMask = true;
+  template <class T, int kRowTiles, int kKeys>
+  using Scoring = GeneralScores<T, kRowTiles, kKeys>;
+  using Dropping = OptionalDropout;
+};
+
 template <class T, int kHeadDim, Options kOptions>
 struct Forward {
   using Core = TensorCore<T>;
   using Policies = ForwardPolicies<kOptions>;
-  using Visibility = typename Policies::template Visibility<Forward>;
+  using Visibility = VisibilityOf<Forward, Policies::kHasMask>;
   using Dropping = typename Policies::Dropping;
   using Step = typename Visibility::Step;
   static constexpr ForwardTile kTile = tile_of<kernel_table::kSm80Forward, T, kHeadDim, kOptions>();
@@ -35,7 +94,7 @@ struct Forward {
   static constexpr int kTileElements = kQueries * RowTile::kStride + kStages * (kKeyTileElements + kValueTileElements);
   static constexpr int kScoreTiles = kKeys / 8, kOutTiles = kColumns / 8, kSteps = kKeys / Core::kK;
   static_assert(kStages == 1 || kColumns == kHeadDim);  // the keys and the values of a stage have the same offset
-  using Scoring = typename Policies::template Scores<T, kRowTiles, kKeys>;
+  using Scoring = typename Policies::template Scoring<T, kRowTiles, kKeys>;
   using Score = typename Scoring::Rule;
   using Scores = float[kRowTiles][kScoreTiles][4];
   using Weights = typename Core::A[kRowTiles][kSteps];
@@ -197,7 +256,7 @@ struct Forward {
       // The choice that spills least was found by experiment; OperandTile::Places has the reason.
       if (sizeof(T) == 2 && kHeadDim > 64) kHeadDim == 128 && !Dropping::kDrops ? places.recompute() : places.renew();
       Scores scores;
-      const auto begun = scoring.begin(*this, step);
+      const auto begun = scoring.begin(p, [&] { return bias_place(n); });
       score_product<RowTile>(scores, places, q_tile, tile_row(0), k_tile + stage, 0);
       if (kStages == 1) {
         ptx::cp_async_wait<0>();
@@ -215,10 +274,9 @@ struct Forward {
     }
   }
 
-  // The bias of this warp's scores in a step; recomputed rather than kept in registers.
-  template <class Bias>
-  __device__ Bias bias(const Step& step) const {
-    return Bias(p, head()->b, head()->h, mask(), ptx::opaque(row0) + tile_row(0), step.n * kKeys);
+  // Of this warp's scores against key tile n.
+  __device__ auto bias_place(int n) const {
+    return BiasPlace{head()->b, head()->h, mask(), ptx::opaque(row0) + tile_row(0), n * kKeys};
   }
   // The row of this lane's first score; recomputed as well.
   __device__ int score_row() const { return ptx::opaque(row0) + tile_row(0) + g(); }
@@ -227,7 +285,8 @@ struct Forward {
   template <class Begun>
   __device__ void weigh(Weights& weights, Scores& scores, const Step& step, const Begun& begun) {
     constexpr bool kDropEarly = sizeof(T) == 4 || kHeadDim == 144;  // takes fewer registers there
-    const auto& rule = scoring.make_logits(*this, scores, step, begun);
+    const auto place = [&] { return bias_place(step.n); };
+    const auto& rule = scoring.make_logits(p, score, scores, place, begun);
     if (step.masked) hide_keys<true, true>(scores, mask(), score_row(), step.n * kKeys + 2 * t());
     Visibility::hide(*this, step, scores);
 #pragma unroll
@@ -240,7 +299,7 @@ struct Forward {
             shrink[0] = factors[0], shrink[1] = factors[1];
           },
           [&](int r, float sum) { sums[r] = sum; });
-      scoring.add_centres(*this, step, i, scores[i], sums, shrink);
+      scoring.add_centres(p, place, i, scores[i], sums, shrink);
 #pragma unroll
       for (int k = 0; k < kSteps; ++k) weights[i][k] = Core::from_accumulators(scores[i], k);
       if (kDropEarly) drop(weights, i, step.n);

@@ -29,6 +29,7 @@
 #pragma once
 
 #include <climits>
+#include <type_traits>
 
 #include "cuda/score/block_mask.cuh"
 #include "cuda/score/intervals.cuh"
@@ -264,5 +265,8 @@ struct MaskQueries {
     return tiles.template first_from<32>(kernel.n) - tiles.template first_from<32>(first / Kernel::kKeys);
   }
 };
+
+template <class Kernel, bool kHasMask>
+using QueriesOf = std::conditional_t<kHasMask, MaskQueries<Kernel>, ArithmeticQueries<Kernel>>;
 
 }  // namespace flashattn_ext::sm80

@@ -53,15 +53,13 @@ __device__ __forceinline__ void weigh_and_differentiate(float (&weights)[kKeyTil
 
 namespace sm80 {
 
-// Stores this warp's sums over the scores of head h, for the gradients of biases, and resets them. The first
-// split of the columns does it for all.
-template <class Kernel, class Sums>
-__device__ __forceinline__ void store_bias_sums(const Kernel& kernel, Sums& sums, int h) {
-  if (kernel.split() != 0) return;
-  const AttnGradParams& p = kernel.p;
-  const int64_t tile = kernel.workspace.first_key_tile(p, kernel.b, key_sequence(p, kernel.b)) + kernel.n;
-  end_head(sums, p, kernel.workspace, kernel.b, h, tile, kernel.warp(), kernel.first_score_key() + g(),
-           kernel.extent()->length_k);
+// Stores this warp's sums over the scores of head h, for the gradients of biases, and resets them. n: the tile of keys;
+// key: the first of this warp, within the sequence.
+template <class Sums>
+__device__ __forceinline__ void store_bias_sums(Sums& sums, const AttnGradParams& p, const GeneralWorkspace& workspace,
+                                                int b, int h, int n, int warp, int key, int length_k) {
+  const int64_t tile = workspace.first_key_tile(p, b, key_sequence(p, b)) + n;
+  end_head(sums, p, workspace, b, h, tile, warp, key + g(), length_k);
 }
 
 }  // namespace sm80

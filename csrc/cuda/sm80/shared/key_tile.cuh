@@ -88,6 +88,28 @@ struct KeyTileShape {
   }
 };
 
+// Block-uniform values that little code uses are kept in shared memory; in registers they would be live everywhere.
+struct KeyTileExtent {
+  int length_q, length_k;            // lengths of the sequence
+  int unmasked_begin, unmasked_end;  // queries that see all keys of this tile
+};
+
+// What the arithmetic of a warp's scores reads besides their products, in a step or a part of one.
+template <class Params, class Workspace, class Mask>
+struct KeyTileStep {
+  const Params& p;
+  const Workspace& workspace;
+  const KeyTileExtent* extent;
+  int b, h;
+  int row0, query;                      // the first query of the tile; of the warp, within the tile
+  int key;                              // the first key of the warp, within the sequence
+  bool is_first_split;                  // of the columns
+  const float *lse, *log2_sum, *delta;  // of the tile of queries, in shared memory
+  const float* more;                    // behind delta: what the policy keeps for each query
+
+  __device__ Mask mask() const { return Mask(p, extent->length_q, extent->length_k); }
+};
+
 // Shape: the KeyTileShape. Params: of the call. Workspace: BackwardWorkspace, or derived from it.
 template <class Kernel, class Shape, class Params, class Workspace, class Visibility>
 struct KeyTileKernel : Shape {
@@ -112,18 +134,13 @@ struct KeyTileKernel : Shape {
   __device__ KeyTileKernel(const Params& params, const Workspace& workspace, T* shared)
       : p(params), workspace(workspace), k_tile(shared) {}
 
-  // Block-uniform values that little code uses are kept in shared memory; in registers they would be live everywhere.
-  struct Extent {
-    int length_q, length_k;            // lengths of the sequence
-    int unmasked_begin, unmasked_end;  // queries that see all keys of this tile
-  };
   struct Starts {
     int query, key;  // first rows of the sequence
     int dq_tile;     // first tile of the sequence in the workspace's dq
     int query_tile;  // first query tile that sees keys of this tile
   };
   struct Notes {
-    Extent extent;
+    KeyTileExtent extent;
     Starts starts;
     typename Visibility::Notes visibility;
   };
@@ -132,12 +149,24 @@ struct KeyTileKernel : Shape {
   __device__ Notes* notes() const {
     return reinterpret_cast<Notes*>(reinterpret_cast<char*>(k_tile) + Kernel::kTileBytes);
   }
-  __device__ Extent* extent() const { return &notes()->extent; }
+  __device__ KeyTileExtent* extent() const { return &notes()->extent; }
   __device__ Starts* starts() const { return &notes()->starts; }
   __device__ int score_query() const { return Shape::score_query() + part_query; }
   using Mask = typename Visibility::Mask;
   __device__ int first_score_key() const { return n * kKeys + score_key(0); }  // within the sequence
   __device__ Mask mask() const { return Mask(p, extent()->length_q, extent()->length_k); }
+
+  __device__ auto step_of(int h, int row0, const float* lse, const float* log2_sum, const float* delta) const {
+    return KeyTileStep<Params, Workspace, Mask>{
+        p,        workspace, extent(),        b, h, row0, score_query(), first_score_key(), split() == 0, lse,
+        log2_sum, delta,     delta + kQueries};
+  }
+
+  // Ends a head for a policy of gradients. The first split of the columns does it for all.
+  template <class Gradients>
+  __device__ void end_head(Gradients& gradients, int h) const {
+    if (split() == 0) gradients.end_head(p, workspace, b, h, n, Shape::warp(), first_score_key(), extent()->length_k);
+  }
 
   // Computes key tile number `tile` of the `tiles` tiles of a head that the host knows and, if the sequence is longer
   // than that, every tiles-th tile after it. In a deterministic call a tile waits for the earlier tiles of its head,

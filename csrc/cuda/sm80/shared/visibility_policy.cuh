@@ -15,6 +15,8 @@
 //   isolate(...), poison(...) keep values that are not finite out of rows that do not see them (isolation.cuh)
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/score/block_mask.cuh"
 #include "cuda/score/intervals.cuh"
 #include "cuda/score/isolation.cuh"
@@ -276,5 +278,8 @@ struct MaskVisibility {
     return rows.begin <= row && rows.end >= min(row + count, kernel.length_q());
   }
 };
+
+template <class Kernel, bool kHasMask>
+using VisibilityOf = std::conditional_t<kHasMask, MaskVisibility<Kernel>, ArithmeticVisibility<Kernel>>;
 
 }  // namespace flashattn_ext::sm80

@@ -30,7 +30,7 @@ struct HeadsForward {
   static constexpr HeadsForwardTile kTile = tile_of<kernel_table::kSm80HeadsForward, T, kHeadDim, kOptions>();
   static constexpr int kKeys = kTile.keys;  // of a step
   static constexpr int kLeastKeys = Policies::kLeastKeys;
-  using Scoring = typename Policies::template Scores<T, kKeys>;
+  using Scoring = typename Policies::template Scoring<T, kKeys>;
   using Rule = typename Scoring::Rule;
   static constexpr int kSteps = kHeadDim / Core::kK, kOutTiles = kHeadDim / 8;
 
@@ -41,10 +41,6 @@ struct HeadsForward {
   // The query head and the first row of a unit.
   struct Unit {
     int h, row;
-  };
-  // A step of keys.
-  struct Step {
-    int key;
   };
 
   const AttnParams& p;
@@ -93,10 +89,6 @@ struct HeadsForward {
   // Completes its first phase when the copies of values by all threads have arrived.
   __device__ __forceinline__ ptx::Barrier* values_arrived() const {
     return reinterpret_cast<ptx::Barrier*>(end_of_tiles() + kVectorBytes / sizeof(T));
-  }
-  template <class Bias>
-  __device__ __forceinline__ Bias bias(const Step& step) const {
-    return Bias(p, at.b, now.h, mask(), ptx::opaque(now.row), step.key);
   }
   __device__ __forceinline__ int length_q() const { return static_cast<int>(p.seqlen_q); }
   __device__ __forceinline__ int length_k() const { return static_cast<int>(p.seqlen_k); }
@@ -188,15 +180,15 @@ struct HeadsForward {
   template <int kCount>
   __device__ __forceinline__ void step(int key) {
     float x[1][kCount / 8][4];
-    const Step place{key};
-    const auto begun = scoring.begin(*this, place);
+    const auto place = [&] { return BiasPlace{at.b, now.h, mask(), ptx::opaque(now.row), key}; };
+    const auto begun = scoring.begin(p, place);
     const T* const keys = k_tile + key * Tile::kStride;
     score_product<T, kHeadDim>(
         x, [&](int, int d) { return queries[d / Core::kK]; },
         [&](typename Core::B(&pair)[2], int n, int d) {
           Tile::load_b(pair, keys + n * 8 * Tile::kStride, Tile::moved(places.b, d));
         });
-    const auto& rule = scoring.make_logits(*this, x, place, begun);
+    const auto& rule = scoring.make_logits(p, score, x, place, begun);
     const int row = ptx::opaque(now.row);
     const Limits full = mask().keys_of_all(row, min(row + kRowStep, length_q()));
     if (key < full.begin || key + kCount > full.end) hide_keys<true, true>(x, mask(), row + g(), key + 2 * t());
@@ -209,7 +201,7 @@ struct HeadsForward {
           shrink[0] = factors[0], shrink[1] = factors[1];
         },
         [&](int r, float sum) { sums[r] = sum; });
-    scoring.add_centres(*this, place, 0, x[0], sums, shrink);
+    scoring.add_centres(p, place, 0, x[0], sums, shrink);
     typename Core::A weights[kCount / Core::kK];
 #pragma unroll
     for (int k = 0; k < kCount / Core::kK; ++k) weights[k] = Core::from_accumulators(x[0], k);

@@ -1,8 +1,9 @@
 // How the backward of whole heads makes weights and dS of a step: what a policy of gradients has.
 //   Rule                 the kernel's argument, of(p, keys): the rule of scores and the factors of sums
 //   statistics(words)    of a row: the number that is subtracted from its logits, and what is subtracted after it
-//   begin(kernel, tile, query)   before the products of the queries from `query` on, within the tile: what is read
-//   ahead weigh_and_differentiate(kernel, tile, now, query, begun, weights, dscores)
+//   begin(kernel, tile, query)
+//                        before the products of the queries from `query` on, within the tile: what is read ahead
+//   weigh_and_differentiate(kernel, tile, now, query, begun, weights, dscores)
 //                        S^T of these queries becomes P^T with dropout applied, and dP^T becomes dS^T
 #pragma once
 

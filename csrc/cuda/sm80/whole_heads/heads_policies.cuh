@@ -1,7 +1,7 @@
 // The policies of the kernels of whole heads, by the options of their rows in the table of kernels. The policies of
 // plain kernels are empty and compile to nothing.
 //   Mask            causal and window
-//   Scores, Dropping  as in the other forwards (score/score_policy.cuh, sm80/shared/dropout_policy.cuh)
+//   Scoring, Dropping  as in the other forwards (score/score_policy.cuh, sm80/shared/dropout_policy.cuh)
 //   kLeastKeys      of a step of the forward
 //   Gradients       how scores and dP become weights and dS (heads_gradients.cuh)
 #pragma once
@@ -19,7 +19,7 @@ struct HeadsPolicies<kPlain> {
   using Mask = UnplacedMask32;
   using Dropping = NoDropout;
   template <class T, int kKeys>
-  using Scores = PlainScores;
+  using Scoring = PlainScores;
   static constexpr int kLeastKeys = 16;
   using Gradients = PlainHeadGradients;
 };
@@ -28,7 +28,7 @@ struct HeadsPolicies<kUnmasked> {
   using Mask = Mask32;
   using Dropping = OptionalDropout;
   template <class T, int kKeys>
-  using Scores = GeneralScores<T, 1, kKeys>;
+  using Scoring = GeneralScores<T, 1, kKeys>;
   static constexpr int kLeastKeys = 32;
   using Gradients = GeneralHeadGradients;
 };

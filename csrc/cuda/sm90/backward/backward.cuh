@@ -1,8 +1,8 @@
 // Backward on Hopper for head dims up to 128, without a Mask up to 144, in plain calls up to 160, and up to 192 where v
 // has at most 128 columns.
 // A thread block keeps one tile of keys, 64 in each of two consumer warpgroups, and loops over the query tiles that see
-// it; a producer warp loads those by TMA (Shah et al. 2024, "FlashAttention-3"). Scores are transposed, S^T = K Q^T, so
-// that packed P^T and dS^T already have the register layout of the A operands of the products for dv and (up to 144)
+// it; a producer warp loads those by TMA (Shah et al. 2024, "FlashAttention-3"). Scores are transposed, S^T = K Q^T,
+// so that packed P^T and dS^T already have the register layout of the A operands of the products for dv and (up to 144)
 // dk. Only dS^T, for the dq product, and dq itself, which another warp adds to the workspace (dq_adder.cuh), go through
 // shared memory. Products of one step overlap with the arithmetic of another: docs/sm90_backward.md.
 #pragma once
@@ -16,7 +16,7 @@
 #include "cuda/sm90/shared/backward_blocks.cuh"
 #include "cuda/sm90/shared/backward_step.cuh"
 #include "cuda/sm90/shared/dq_adder.cuh"
-#include "cuda/stages/bias_finish.h"
+#include "cuda/stages/backward_stages.h"
 
 namespace flashattn_ext::sm90 {
 
@@ -31,8 +31,8 @@ struct Backward : PingPong {
   static constexpr bool kLists = Visibility::kLists;
   using Walk = std::conditional_t<kLists, ListedWalk, QueryWalk<true, Visibility, Heads>>;
   static constexpr BackwardTile kTile = tile_of<kernel_table::kSm90Backward, T, kHeadDim, kOptions, kHeadDimV>();
-  using Scores = PackedScores<T, kTile.queries, Dropping::kDrops>;
-  using Gradients = typename Policies::template Gradients<T, Scores>;
+  using Packing = PackedScores<T, kTile.queries, Dropping::kDrops>;
+  using Gradients = typename Policies::template Gradients<T, Packing>;
   using Workspace = typename Gradients::Workspace;
   using Maps = typename Gradients::Maps;
   static constexpr bool kMasks = Visibility::kHasIntervals;
@@ -80,7 +80,7 @@ struct Backward : PingPong {
     // Row centres, for the gradients of biases.
     MaybeArray<float[kCentres][kQueries], Gradients::kHasCentres ? kStages : 0> centres;
     PhiloxKey philox;
-    MaybeArray<typename Scores::Kept, Dropping::kDrops ? 2 : 0> kept;  // one for each warpgroup
+    MaybeArray<typename Packing::Kept, Dropping::kDrops ? 2 : 0> kept;  // one for each warpgroup
     Work work[kWorkStages];
     MaybeArray<int, kMasks ? kStepsKept : 0> added_before;
     MaybeArray<EarlierKeyTile, kMasks ? 1 : 0> before;  // for the inspector warps
@@ -126,6 +126,8 @@ struct Backward : PingPong {
     Visibility::template init<kInspectors>(shared);
   }
 
+  using Adder = std::conditional_t<Gradients::kHasBias, BiasGradientAdder<Backward>, DqAdder<Backward>>;
+
   // The producer warpgroup: one warp loads, one adds dq to the workspace (two with a bias), and the last two inspect
   // values that a Mask or a BlockMask may hide. It gives registers to the two consumer warpgroups.
   static __device__ void run(Shared& shared, const AttnGradParams& p, const Workspace& workspace, const Maps& maps,
@@ -134,7 +136,7 @@ struct Backward : PingPong {
       ptx::give_registers<kBackwardRegisters.producer>();
       const int warp = uniform(static_cast<int>(threadIdx.x) / 32);
       if (warp >= 1 && warp <= Gradients::kAdders) {
-        typename Gradients::template Adder<Backward>(shared, p, workspace, maps, warp - 1).add_tiles();
+        Adder(shared, p, workspace, maps, warp - 1).add_tiles();
       } else {
         load_or_inspect<Backward>(shared, p, workspace, maps, grid);
       }
@@ -156,13 +158,13 @@ struct Backward : PingPong {
   RingPosition<kWorkStages> works;
   RingPosition<kKeyStages> keys;
   RingPosition<kStages> queries;  // the stage whose scores were computed last
-  int has_marks = 0;              // note_marks
+  int has_marks = 0;              // BackwardStep
   std::conditional_t<kDoutApart, RingPosition<kDoutStages>, Nothing> douts;
   std::conditional_t<kApart, RingPosition<kDscoreBuffers>, Nothing> buffers;
   int buffer = 0;  // index into shared.dscores of the buffer written last
   float dk[kColumnTiles][4], dv[kHeadDimV / 8][4];
-  typename Scores::Packed weights;
-  typename Dropping::template Drawn<Scores> drawn;  // words of the next mask
+  typename Packing::Packed weights;
+  typename Dropping::template Drawn<Packing> drawn;  // words of the next mask
   Gradients gradients;
 
   __device__ __forceinline__ Backward(Shared& shared, const AttnGradParams& params, const Workspace& workspace,
@@ -175,6 +177,9 @@ struct Backward : PingPong {
 
   static __device__ __forceinline__ int thread() { return threadIdx.x % kGroupThreads; }  // index in the warpgroup
   __device__ __forceinline__ int value_stage() const { return keys.stage; }
+  __device__ __forceinline__ auto this_step() const {
+    return BackwardStep<Shared, Workspace>{p, workspace, shared, queries.stage, has_marks, group, warp_key};
+  }
   __device__ __forceinline__ void compute_tiles() {
     if (group == 1) pass_phase();
     for (;; works.advance()) {
@@ -192,7 +197,7 @@ struct Backward : PingPong {
           walk_queries(work);
         }
       }
-      Heads::finish_tile(*this, work);
+      Heads::template finish_tile<T, Layout>(p, workspace, work, warp_key, dk, dv);
       ptx::barrier_arrive(&shared.work_empty[works.stage]);
     }
   }
@@ -218,15 +223,15 @@ struct Backward : PingPong {
     publish_drawn();
     await_phase();
     score_product<kHeadDim>(scores, shared.k[keys.stage], group * 64, shared.q[queries.stage]);
-    note_marks(*this);
+    has_marks = shared.has_marks[queries.stage];
     pass_phase();
     draw_next(work, now);
-    const auto begun = gradients.begin(*this, work, now);
+    const auto begun = gradients.begin(this_step(), work, now);
     ptx::wgmma_wait<0>();
     ptx::hold(scores);
     weigh(scores, work, now, unmasked, begun);
     ptx::barrier_wait(&shared.v_full[keys.stage], keys.parity);
-    typename Scores::Packed packed;
+    typename Packing::Packed packed;
     while (now.left > 1) {
       const int stage = queries.stage;
       differentiate(packed, work, now, unmasked);
@@ -239,14 +244,14 @@ struct Backward : PingPong {
       query_product(dq, 1);
       ptx::wgmma_wait<1>();
       score_product<kHeadDim>(scores, shared.k[keys.stage], group * 64, shared.q[queries.stage]);
-      note_marks(*this);
+      has_marks = shared.has_marks[queries.stage];
       ptx::wgmma_wait<1>();
       ptx::hold(dq);
       pass_phase();
       stage_dq(shared.part_of(group), dq, group);
       if (!passes_dq_late()) pass_dq(group);
       draw_next(work, now);
-      const auto begun = gradients.begin(*this, work, now);
+      const auto begun = gradients.begin(this_step(), work, now);
       ptx::wgmma_wait<0>();
       ptx::hold(scores);
       ptx::barrier_arrive(&shared.queries_empty[stage]);
@@ -284,7 +289,7 @@ struct Backward : PingPong {
   // that phase by its signal, which it sends after its last product of the step before is complete.
   __device__ __forceinline__ void walk_in_three_phases(const Work& work) {
     static_assert(kOptions == kPlain && kQueries == 64);
-    const Limits unmasked = uniform(Scores::unmasked_queries(p, work.mask(p), work.key0 + group * 64, 64));
+    const Limits unmasked = uniform(Packing::unmasked_queries(p, work.mask(p), work.key0 + group * 64, 64));
     ptx::barrier_wait(&shared.k_full[keys.stage], keys.parity);
     clear_tail_of_keys(work);
     ptx::barrier_wait(&shared.v_full[keys.stage], keys.parity);
@@ -292,7 +297,7 @@ struct Backward : PingPong {
     for (Walk now(p, work, Heads::in_walk(p)); now.left > 0; now.advance()) {
       const int stage = queries.stage;
       compute_weights(work, now, unmasked, has_dq);
-      typename Scores::Packed packed;
+      typename Packing::Packed packed;
       differentiate(packed, work, now, unmasked);
       ptx::wgmma_wait<0>();  // the weights, operands of the dv product, free registers for dq
       ptx::hold(dv);
@@ -323,7 +328,7 @@ struct Backward : PingPong {
     ptx::barrier_wait(&shared.q_full[queries.stage], queries.parity);
     await_phase();
     score_product<kHeadDim>(scores, shared.k[keys.stage], group * 64, shared.q[queries.stage]);
-    note_marks(*this);
+    has_marks = shared.has_marks[queries.stage];
     pass_phase();
     if (has_dq) pass_dq(group);
     ptx::wgmma_wait<0>();
@@ -338,11 +343,11 @@ struct Backward : PingPong {
 
   __device__ __forceinline__ void await_queries(const Walk& now, const Limits& whole) {
     ptx::barrier_wait(&shared.q_full[queries.stage], queries.parity);
-    Visibility::template await_inspection<Scores, kQueries>(shared, queries, whole, now.m);
+    Visibility::template await_inspection<Packing, kQueries>(shared, queries, whole, now.m);
   }
 
   // The phase of the products dP^T and dv += P^T dO. Then dP^T becomes dS^T, in `packed` and in shared memory.
-  __device__ __forceinline__ void differentiate(typename Scores::Packed& packed, const Work& work, const Walk& now,
+  __device__ __forceinline__ void differentiate(typename Packing::Packed& packed, const Work& work, const Walk& now,
                                                 const Limits& unmasked) {
     float dscores[kQueries / 8][4];
     auto& at = dout_position();
@@ -351,12 +356,13 @@ struct Backward : PingPong {
     clear_tail_of_queries(work, now);
     await_phase();
     score_product<kHeadDimV>(dscores, shared.v[keys.stage], group * 64, dout);
-    typename Scores::Packed space;
+    typename Packing::Packed space;
     accumulate(dv, kept_weights(space), dout);
     pass_phase();
     ptx::wgmma_wait<1>();
     ptx::hold(dscores);
-    gradients.differentiate(*this, dscores, work, now, is_masked_step<Backward>(unmasked, now));
+    gradients.differentiate(dscores, weights, this_step(), work, now,
+                            is_masked_step<Visibility, Packing>(unmasked, now));
     pack_scores<T>(packed, dscores);
     buffer = buffer == kDscoreBuffers - 1 ? 0 : buffer + 1;
     store_panels(shared.dscores[buffer], warp_key, packed);
@@ -367,7 +373,7 @@ struct Backward : PingPong {
       ptx::barrier_arrive(&shared.dout_empty[at.stage]);
       at.advance();
     }
-    gradients.store_bias_gradient(*this, dscores, packed);
+    gradients.store_bias_gradient(this_step(), dscores, packed);
   }
 
   // This warpgroup's part of dq = dS K, for this step (lag 0) or the step before (lag 1).
@@ -394,16 +400,16 @@ struct Backward : PingPong {
   template <class Begun>
   __device__ __forceinline__ void weigh(float (&scores)[kQueries / 8][4], const Work& work, const Walk& now,
                                         const Limits& unmasked, const Begun& begun) {
-    gradients.weigh(*this, scores, work, now, is_masked_step<Backward>(unmasked, now), begun);
+    gradients.weigh(weights, scores, this_step(), work, now, is_masked_step<Visibility, Packing>(unmasked, now), begun);
     drop_weights();
   }
   __device__ __forceinline__ void drop_weights() {
-    Dropping::template drop<Scores>(weights, shared.kept, group, warp_key / 16 % 4);
+    Dropping::template drop<Packing>(weights, shared.kept, group, warp_key / 16 % 4);
   }
   // Draws this warp's part of the dropout mask of a step.
   __device__ __forceinline__ void draw(const Work& work, const Walk& at) {
-    Dropping::template draw_part<Scores>(drawn, shared.philox, p, work.b, at.h, work.key0 + group * 64,
-                                         at.m * kQueries);
+    Dropping::template draw_part<Packing>(drawn, shared.philox, p, work.b, at.h, work.key0 + group * 64,
+                                          at.m * kQueries);
   }
   // Draws that of the step after `now`, while the scores of `now` are computed. The branch keeps the compiler from
   // waiting for those first.
@@ -414,11 +420,11 @@ struct Backward : PingPong {
     draw(work, next);
   }
   // The weights that dropout keeps, in `space` if there is dropout.
-  __device__ __forceinline__ auto& kept_weights(typename Scores::Packed& space) {
-    return Dropping::template kept<Scores>(weights, &space);
+  __device__ __forceinline__ auto& kept_weights(typename Packing::Packed& space) {
+    return Dropping::template kept<Packing>(weights, &space);
   }
   // A phase lies between the last use of shared.kept and this call, and another between this call and the next use.
-  __device__ __forceinline__ void publish_drawn() { Dropping::template publish<Scores>(shared.kept, group, drawn); }
+  __device__ __forceinline__ void publish_drawn() { Dropping::template publish<Packing>(shared.kept, group, drawn); }
 
   // Rows after the end of a packed sequence belong to another sequence: weights of 0 would still propagate its NaNs.
   // Each warpgroup zeroes all these rows, so that neither waits for the other.
@@ -440,22 +446,6 @@ struct Backward : PingPong {
     ptx::named_barrier_sync(kGroupCleared + group, kGroupThreads);
   }
 };
-
-template <class Kernel>
-__global__ void __launch_bounds__(Kernel::kThreads, 1)
-    backward_kernel(const __grid_constant__ AttnGradParams p,
-                    const __grid_constant__ typename Kernel::Workspace workspace,
-                    const __grid_constant__ typename Kernel::Maps maps, const __grid_constant__ TileGrid grid) {
-  run_backward<Kernel>(p, workspace, maps, grid);
-}
-// The kernel launched in clusters of two thread blocks.
-template <class Kernel>
-__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(Kernel::kThreads, 1)
-    paired_backward_kernel(const __grid_constant__ AttnGradParams p,
-                           const __grid_constant__ typename Kernel::Workspace workspace,
-                           const __grid_constant__ typename Kernel::Maps maps, const __grid_constant__ TileGrid grid) {
-  run_backward<Kernel>(p, workspace, maps, grid);
-}
 
 // The kernel for a class of head dims.
 template <class T, int kHeadDim, Options kOptions, int kHeadDimV>
@@ -481,11 +471,7 @@ void backward(const AttnGradParams& p) {
   const auto workspace = backward_workspace<T, kHeadDim, kOptions, kHeadDimV>(p);
   launch_prepare<T>(p, workspace);
   using Kernel = BackwardOf<T, kHeadDim, kOptions, kHeadDimV>;
-  if constexpr (Kernel::kPaired) {
-    launch_backward_main<Kernel>(paired_backward_kernel<Kernel>, "sm90 backward", p, workspace);
-  } else {
-    launch_backward_main<Kernel>(backward_kernel<Kernel>, "sm90 backward", p, workspace);
-  }
+  launch_backward_main<Kernel>("sm90 backward", p, workspace);
   launch_finish<typename Kernel::Layout>(p, workspace);
   Kernel::Heads::template finish<typename Kernel::Layout>(p, workspace);
   finish_biases(p, workspace);

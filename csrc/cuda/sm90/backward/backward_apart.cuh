@@ -15,7 +15,7 @@ template <class Kernel>
 class ApartWalk : KeyGradientTurns<Kernel> {
   using Turns = KeyGradientTurns<Kernel>;
   using Turns::kernel, Turns::shared, Turns::scores;
-  using typename Turns::Packed, typename Turns::Products;
+  using typename Turns::Packed, typename Turns::Products, typename Turns::Walk;
 
  public:
   __device__ __forceinline__ ApartWalk(Kernel& kernel, const BackwardWork& work)
@@ -135,7 +135,7 @@ class ApartWalk : KeyGradientTurns<Kernel> {
   __device__ __forceinline__ void find_dscores(Packed& packed, Products& dscores) {
     ptx::wgmma_wait<0>();
     this->differentiate(dscores, now, unmasked);
-    if constexpr (Kernel::Dropping::kDrops) Kernel::Scores::keep(kernel.weights, kernel.weights);
+    if constexpr (Kernel::Dropping::kDrops) Kernel::Packing::keep(kernel.weights, kernel.weights);
     this->store_dscores(packed, dscores);
   }
   // In one turn a step has a single phase, so that the warps of the warpgroup meet here after their last use of
@@ -148,7 +148,7 @@ class ApartWalk : KeyGradientTurns<Kernel> {
   }
 
   const BackwardWork& work;
-  typename Kernel::Walk now;
+  Walk now;
   Limits unmasked;
 };
 

@@ -1,21 +1,5 @@
-// Policies of the Hopper backward (backward.cuh) for scores: how products become weights and dS, and what is summed up
-// for the gradients of biases. A policy is a member of the consumer's object, and may hold registers there; all
-// lanes of a warp call its functions, and its branches are warp-uniform. T: the element type; kQueries: of a step.
-//   Workspace, Maps          of the call
-//   kCopies                  by TMA, that arrive at q_full of a stage
-//   kHasBias, kHasCentres    whether Shared has bias tiles, or the centres of rows, for each stage of queries
-//   kBatchesTogether         whether the batch entries of a head are adjacent, because they may read the same bias
-//   Adder, kAdders           the warps that add dq to the workspace
-//   set_more_maps(...)       the host, of what load_keys and load_queries copy
-//   prefetch_map(maps)       one thread
-//   load_keys(...), load_queries(...), load_rows(...)
-//                            what a stage of keys or queries has beside them: one lane of the producer warp starts the
-//                            copies; all of its lanes load the numbers of rows
-//   unmasked(p, work, key)   queries that see all of the 64 keys from `key` on, by causal and window
-//   begin(kernel, work, now) while the product of a step runs; its result goes to `weigh`
-//   weigh(...)               products become packed weights, without dropout
-//   differentiate(...)       dP becomes dS
-//   store_bias_gradient(...) dS goes to the gradient of the bias
+// Policies of the Hopper backward (backward.cuh) for scores, beside PlainGradients (packed_scores.cuh, which describes
+// their functions): grouped heads, options of a score, and biases.
 #pragma once
 
 #include <type_traits>
@@ -25,67 +9,14 @@
 #include "cuda/sm90/backward/backward_bias.cuh"
 #include "cuda/sm90/shared/backward_step.cuh"
 #include "cuda/sm90/shared/dq_adder.cuh"
+#include "cuda/sm90/shared/packed_scores.cuh"
 #include "cuda/stages/bias_gradient.cuh"
 
 namespace flashattn_ext::sm90 {
 
-// What most policies have. Scores: PackedScores.
-template <class Scores>
-struct UnbiasedGradients {
-  using Workspace = BackwardWorkspace;
-  using Maps = BackwardMaps;
-  static constexpr int kCopies = 1, kAdders = 1;
-  static constexpr bool kHasBias = false, kHasCentres = false, kBatchesTogether = false;
-  template <class Kernel>
-  using Adder = DqAdder<Kernel>;
-
-  template <class CallMaps>
-  static void set_more_maps(const AttnGradParams&, CallMaps*, int, int) {}
-  static __device__ __forceinline__ void prefetch_map(const Maps&) {}
-  template <class Shared, class CallMaps>
-  static __device__ __forceinline__ void load_keys(Shared&, int, const CallMaps&, int, int, int) {}
-  template <class Shared>
-  static __device__ __forceinline__ void load_queries(Shared&, int, const Maps&, int, int, int, int) {}
-  template <class Shared>
-  static __device__ __forceinline__ void load_rows(Shared&, int, const AttnGradParams&, const BackwardWorkspace&, int,
-                                                   int, int, int) {}
-  static __device__ __forceinline__ Limits unmasked(const AttnParams& p, const BackwardWork& work, int key) {
-    return Scores::unmasked_queries(p, work.mask(p), key, 64);
-  }
-  template <class Kernel, class Work, class Walk>
-  __device__ __forceinline__ Nothing begin(const Kernel&, const Work&, const Walk&) const {
-    return {};
-  }
-  template <class Kernel, class Products>
-  __device__ __forceinline__ void store_bias_gradient(const Kernel&, const Products&,
-                                                      const typename Scores::Packed&) const {}
-};
-
-// No option of a score.
-template <class Scores>
-struct PlainGradients : UnbiasedGradients<Scores> {
-  template <class Kernel, class Products, class Work, class Walk>
-  __device__ __forceinline__ void weigh(Kernel& kernel, Products& scores, const Work& work, const Walk& now,
-                                        bool masked, Nothing) {
-    const int row0 = now.m * Kernel::kQueries;
-    const auto prepare = [&] {
-      subtract_words_of_step(kernel, scores, kernel.workspace.score, work.b, now.h, row0);
-      return visible(kernel.p, work, now.h);
-    };
-    Scores::weigh(kernel.weights, scores, kernel.workspace.score, kernel.shared.lse[kernel.queries.stage],
-                  is_rare(kernel, masked), prepare, row0, work.key0 + kernel.warp_key);
-  }
-  template <class Kernel, class Products, class Work, class Walk>
-  __device__ __forceinline__ void differentiate(Kernel& kernel, Products& dscores, const Work&, const Walk&,
-                                                bool masked) {
-    Scores::differentiate(dscores, kernel.weights, kernel.workspace.score, kernel.shared.delta[kernel.queries.stage],
-                          is_rare(kernel, masked), [&] { clear_rows_of_step(kernel, dscores); });
-  }
-};
-
 // No option, where the query heads of a group add up dk and dv (QueryHeads).
-template <class Scores>
-struct GroupedGradients : PlainGradients<Scores> {
+template <class Packing>
+struct GroupedGradients : PlainGradients<Packing> {
   using Workspace = GroupedWorkspace;
 };
 
@@ -181,21 +112,21 @@ struct PackedDistanceScores {
 
 // Options of a score, ALiBi or a relative bias: there are no loads for single scores. Calls with an origin never have
 // this policy (options.h), so the mask is the unplaced one.
-template <class T, class Scores>
-struct DistanceGradients : UnbiasedGradients<Scores> {
+template <class T, class Packing>
+struct DistanceGradients : UnbiasedGradients<Packing> {
   using Workspace = GeneralWorkspace;
-  using Arithmetic = PackedDistanceScores<T, Scores::kTiles * 8>;
+  static constexpr int kQueries = Packing::kTiles * 8;
+  using Arithmetic = PackedDistanceScores<T, kQueries>;
   using Bias = typename Arithmetic::Bias;
   static constexpr bool kHasCentres = true;
 
-  typename Scores::Packed slopes;  // with an option of a score: derivatives at these scores
+  typename Packing::Packed slopes;  // with an option of a score: derivatives at these scores
   BiasSums<1, false> sums;
 
   // In this form it takes no registers from the consumer warps.
   template <class Shared>
   static __device__ __forceinline__ void load_rows(Shared& shared, int stage, const AttnGradParams& p,
                                                    const BackwardWorkspace&, int row, int h, int batch, int rows) {
-    constexpr int kQueries = Scores::kTiles * 8;
     const float* const from = static_cast<const float*>(p.centres.data) + batch * p.centres.batch_stride +
                               h * p.centres.head_stride + int64_t{row} * kCentres;
     const int known = p.centres.data ? rows : 0;
@@ -212,32 +143,32 @@ struct DistanceGradients : UnbiasedGradients<Scores> {
     return row_mask(p, work).rows_of_all(key, key + 64);
   }
   // Recomputed rather than kept in registers.
-  template <class Kernel, class Work, class Walk>
-  __device__ __forceinline__ Bias begin(const Kernel& kernel, const Work& work, const Walk& now) const {
-    const AttnGradParams& p = kernel.p;
-    return {
-        p, uniform(work.b), now.h, row_mask(p, work), now.m * Kernel::kQueries, uniform(work.key0) + kernel.warp_key};
+  template <class Step, class Work, class Walk>
+  __device__ __forceinline__ Bias begin(const Step& step, const Work& work, const Walk& now) const {
+    const AttnGradParams& p = step.p;
+    return {p, uniform(work.b), now.h, row_mask(p, work), now.m * kQueries, uniform(work.key0) + step.warp_key};
   }
-  template <class Kernel, class Products, class Work, class Walk>
-  __device__ __forceinline__ void weigh(Kernel& kernel, Products& scores, const Work& work, const Walk& now,
-                                        bool masked, const Bias& bias) {
-    const int stage = kernel.queries.stage, row0 = now.m * Kernel::kQueries;
+  template <class Step, class Work, class Walk>
+  __device__ __forceinline__ void weigh(typename Packing::Packed& weights, typename Packing::Scores& scores,
+                                        const Step& step, const Work& work, const Walk& now, bool masked,
+                                        const Bias& bias) {
+    const int row0 = now.m * kQueries;
     Arithmetic::weigh(
-        kernel.weights, slopes, scores, kernel.workspace.score, bias, kernel.shared.lse[stage], kernel.has_marks != 0,
-        [&](const auto& rule) { subtract_words_of_step(kernel, scores, rule, work.b, now.h, row0); }, masked,
-        [&] { return row_mask(kernel.p, work); }, row0, work.key0 + kernel.warp_key);
+        weights, slopes, scores, step.workspace.score, bias, step.lse(), step.has_marks != 0,
+        [&](const auto& rule) { step.subtract_words(scores, rule, work.b, now.h, row0); }, masked,
+        [&] { return row_mask(step.p, work); }, row0, work.key0 + step.warp_key);
   }
-  template <class Kernel, class Products, class Work, class Walk>
-  __device__ __forceinline__ void differentiate(Kernel& kernel, Products& dscores, const Work& work, const Walk& now,
-                                                bool masked) {
-    const int stage = kernel.queries.stage;
-    const auto bias = begin(kernel, work, now);
-    const bool rare = is_rare(kernel, masked || bias.range != Reached::kNone);
-    typename Arithmetic::BiasGradient gradient{
-        kernel.p, bias, kernel.workspace, {kernel.shared.centres[stage]}, work.b, now.h, true, sums};
-    Arithmetic::differentiate(dscores, kernel.weights, slopes, kernel.workspace.score, gradient,
-                              kernel.shared.delta[stage], rare, [&] { clear_rows_of_step(kernel, dscores); });
-    if (uniform(static_cast<int>(now.ends_head()))) end_head(kernel, work, now.h);
+  template <class Step, class Work, class Walk>
+  __device__ __forceinline__ void differentiate(typename Packing::Scores& dscores,
+                                                const typename Packing::Packed& weights, const Step& step,
+                                                const Work& work, const Walk& now, bool masked) {
+    const auto bias = begin(step, work, now);
+    const bool rare = step.is_rare(masked || bias.range != Reached::kNone);
+    typename Arithmetic::BiasGradient gradient{step.p, bias,  step.workspace, {step.shared.centres[step.stage]},
+                                               work.b, now.h, true,           sums};
+    Arithmetic::differentiate(dscores, weights, slopes, step.workspace.score, gradient, step.delta(), rare,
+                              [&] { step.clear_rows(dscores); });
+    if (uniform(static_cast<int>(now.ends_head()))) end_head(step, work, now.h);
   }
 
  private:
@@ -245,24 +176,22 @@ struct DistanceGradients : UnbiasedGradients<Scores> {
     return {p, uniform(work.length_q), uniform(work.length_k)};
   }
   // Adds this warp's sums over a head's scores to the gradients of biases.
-  template <class Kernel>
-  __device__ __forceinline__ void end_head(Kernel& kernel, const BackwardWork& work, int h) {
-    const AttnGradParams& p = kernel.p;
-    const int64_t tile = kernel.workspace.first_key_tile(p, work.b, key_sequence(p, work.b)) + work.n;
-    flashattn_ext::end_head(sums, p, kernel.workspace, work.b, h, tile, kernel.warp_key / 16,
-                            work.key0 + kernel.warp_key + g(), work.length_k);
+  template <class Step>
+  __device__ __forceinline__ void end_head(const Step& step, const BackwardWork& work, int h) {
+    const AttnGradParams& p = step.p;
+    const int64_t tile = step.workspace.first_key_tile(p, work.b, key_sequence(p, work.b)) + work.n;
+    flashattn_ext::end_head(sums, p, step.workspace, work.b, h, tile, step.warp_key / 16,
+                            work.key0 + step.warp_key + g(), work.length_k);
   }
 };
 
 // A 16-bit bias alone, whose tiles TMA brings (backward_bias.cuh).
-template <class T, class Scores>
-struct BiasTileGradients : UnbiasedGradients<Scores> {
+template <class T, class Packing>
+struct BiasTileGradients : UnbiasedGradients<Packing> {
   using Workspace = GeneralWorkspace;
   using Maps = BiasedBackwardMaps;
   static constexpr int kCopies = 2, kAdders = 2;
   static constexpr bool kHasBias = true, kBatchesTogether = true;
-  template <class Kernel>
-  using Adder = BiasGradientAdder<Kernel>;
 
   bool hides;  // whether the bias hides some of these scores with -inf
 
@@ -276,34 +205,32 @@ struct BiasTileGradients : UnbiasedGradients<Scores> {
                                                       int batch, int key) {
     load_panels(shared.bias[stage], shared.q_full[stage], maps.bias, row, h, batch, key);
   }
-  template <class Kernel, class Products, class Work, class Walk>
-  __device__ __forceinline__ void weigh(Kernel& kernel, Products& scores, const Work& work, const Walk& now,
-                                        bool masked, Nothing) {
-    auto& shared = kernel.shared;
-    const int stage = kernel.queries.stage;
-    hides = add_bias_panel(scores, shared.bias[stage][kernel.group], kernel.warp_key % 64,
-                           kernel.workspace.score.softmax_scale);
-    const int row0 = now.m * Kernel::kQueries;
+  template <class Step, class Work, class Walk>
+  __device__ __forceinline__ void weigh(typename Packing::Packed& weights, typename Packing::Scores& scores,
+                                        const Step& step, const Work& work, const Walk& now, bool masked, Nothing) {
+    hides = add_bias_panel(scores, step.shared.bias[step.stage][step.group], step.warp_key % 64,
+                           step.workspace.score.softmax_scale);
+    const int row0 = now.m * Packing::kTiles * 8;
     const ScaledLogit rule{kLog2E<float>};
     const auto prepare = [&] {
-      subtract_words_of_step(kernel, scores, rule, work.b, now.h, row0);
-      return visible(kernel.p, work, now.h);
+      step.subtract_words(scores, rule, work.b, now.h, row0);
+      return visible(step.p, work, now.h);
     };
-    Scores::weigh(kernel.weights, scores, rule, shared.lse[stage], is_rare(kernel, masked), prepare, row0,
-                  work.key0 + kernel.warp_key);
+    Packing::weigh(weights, scores, rule, step.lse(), step.is_rare(masked), prepare, row0, work.key0 + step.warp_key);
   }
-  template <class Kernel, class Products, class Work, class Walk>
-  __device__ __forceinline__ void differentiate(Kernel& kernel, Products& dscores, const Work&, const Walk&,
-                                                bool masked) {
-    Scores::differentiate(dscores, kernel.weights, ScaledLogit{}, kernel.shared.delta[kernel.queries.stage],
-                          is_rare(kernel, masked || hides), [&] { clear_rows_of_step(kernel, dscores); });
+  template <class Step, class Work, class Walk>
+  __device__ __forceinline__ void differentiate(typename Packing::Scores& dscores,
+                                                const typename Packing::Packed& weights, const Step& step, const Work&,
+                                                const Walk&, bool masked) {
+    Packing::differentiate(dscores, weights, ScaledLogit{}, step.delta(), step.is_rare(masked || hides),
+                           [&] { step.clear_rows(dscores); });
   }
-  template <class Kernel, class Products>
-  __device__ __forceinline__ void store_bias_gradient(const Kernel& kernel, const Products& dscores,
-                                                      const typename Scores::Packed& packed) const {
-    if (!kernel.p.dbias.data) return;
-    pass_bias_gradient<T>(kernel.shared.dq[kernel.group], dscores, packed, kernel.group,
-                          kernel.p.dbias.dtype == DType::kFloat32);
+  template <class Step>
+  __device__ __forceinline__ void store_bias_gradient(const Step& step, const typename Packing::Scores& dscores,
+                                                      const typename Packing::Packed& packed) const {
+    if (!step.p.dbias.data) return;
+    pass_bias_gradient<T>(step.shared.dq[step.group], dscores, packed, step.group,
+                          step.p.dbias.dtype == DType::kFloat32);
   }
 };
 

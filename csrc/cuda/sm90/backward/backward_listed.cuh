@@ -20,54 +20,51 @@ __device__ __forceinline__ uint32_t transposed_bits(uint32_t x) {
   return x;
 }
 
-template <class Scores>
-struct ListedGradients : UnbiasedGradients<Scores> {
-  using Seen = SeenQueries<1, Scores::kTiles>;
+template <class Packing>
+struct ListedGradients : UnbiasedGradients<Packing> {
+  static constexpr int kQueries = Packing::kTiles * 8;
+  using Seen = SeenQueries<1, Packing::kTiles>;
   Seen seen;  // of a step with marks
 
-  template <class Kernel, class Walk>
-  __device__ __forceinline__ Nothing begin(const Kernel& kernel, const BackwardWork& work, const Walk&) {
-    if (kernel.has_marks != 0) find_seen(kernel, work);
+  template <class Step, class Walk>
+  __device__ __forceinline__ Nothing begin(const Step& step, const BackwardWork& work, const Walk&) {
+    if (step.has_marks != 0) find_seen(step.p, listed(step), work, step.warp_key);
     return {};
   }
-  template <class Kernel, class Products, class Walk>
-  __device__ __forceinline__ void weigh(Kernel& kernel, Products& scores, const BackwardWork& work, const Walk&, bool,
-                                        Nothing) {
-    Scores::weigh_seen(kernel.weights, scores, kernel.workspace.score, kernel.shared.lse[kernel.queries.stage],
-                       kernel.has_marks != 0, [&]() -> const Seen& {
-                         if (kernel.has_marks & kMarkedRows) {
-                           const ListedStep& step = step_of(kernel);
-                           subtract_words_of_step(kernel, scores, kernel.workspace.score, work.b, step.h,
-                                                  step.m * Kernel::kQueries);
-                         }
-                         return seen;
-                       });
+  template <class Step, class Walk>
+  __device__ __forceinline__ void weigh(typename Packing::Packed& weights, typename Packing::Scores& scores,
+                                        const Step& step, const BackwardWork& work, const Walk&, bool, Nothing) {
+    Packing::weigh_seen(weights, scores, step.workspace.score, step.lse(), step.has_marks != 0, [&]() -> const Seen& {
+      if (step.has_marks & kMarkedRows) {
+        const ListedStep& now = listed(step);
+        step.subtract_words(scores, step.workspace.score, work.b, now.h, now.m * kQueries);
+      }
+      return seen;
+    });
   }
-  template <class Kernel, class Products, class Work, class Walk>
-  __device__ __forceinline__ void differentiate(Kernel& kernel, Products& dscores, const Work&, const Walk&, bool) {
-    Scores::differentiate(dscores, kernel.weights, kernel.workspace.score, kernel.shared.delta[kernel.queries.stage],
-                          kernel.has_marks != 0, [&] {
-                            if (kernel.has_marks & kMarkedRows) clear_rows_of_step(kernel, dscores);
-                          });
+  template <class Step, class Work, class Walk>
+  __device__ __forceinline__ void differentiate(typename Packing::Scores& dscores,
+                                                const typename Packing::Packed& weights, const Step& step, const Work&,
+                                                const Walk&, bool) {
+    Packing::differentiate(dscores, weights, step.workspace.score, step.delta(), step.has_marks != 0, [&] {
+      if (step.has_marks & kMarkedRows) step.clear_rows(dscores);
+    });
   }
 
  private:
-  template <class Kernel>
-  static __device__ __forceinline__ const ListedStep& step_of(const Kernel& kernel) {
-    return kernel.shared.listed[0].steps[kernel.queries.stage];
+  template <class Step>
+  static __device__ __forceinline__ const ListedStep& listed(const Step& step) {
+    return step.shared.listed[0].steps[step.stage];
   }
-  template <class Kernel>
-  __device__ __forceinline__ void find_seen(const Kernel& kernel, const BackwardWork& work) {
-    const ListedStep& step = step_of(kernel);
-    const int m = uniform(step.m), bits = uniform(step.bits), row = m * Kernel::kQueries + 2 * t();
-    const Mask32 mask = work.mask(kernel.p);
+  __device__ __forceinline__ void find_seen(const AttnParams& p, const ListedStep& now, const BackwardWork& work,
+                                            int warp_key) {
+    const int m = uniform(now.m), bits = uniform(now.bits), row = m * kQueries + 2 * t();
+    const Mask32 mask = work.mask(p);
     seen = Seen([&](int, int r) {
-      const Limits rows = rows_that_see(mask, work.key0 + kernel.warp_key + g() + 8 * r);
+      const Limits rows = rows_that_see(mask, work.key0 + warp_key + g() + 8 * r);
       return Limits{rows.begin - row, rows.end - row};
     });
-    if (bits != kWholeBlock) {
-      keep_seen(PartialBlock(kernel.p, bits), place_in_block<Kernel::kQueries>(m), kernel.warp_key);
-    }
+    if (bits != kWholeBlock) keep_seen(PartialBlock(p, bits), place_in_block<kQueries>(m), warp_key);
   }
   // Keeps the queries that see the lane's keys g and g + 8 by the bits of a block, as SeenQueries::keep does. Each lane
   // loads those of one query in 32, for the 16 keys of the warp. row, key: the first of both, in the block.

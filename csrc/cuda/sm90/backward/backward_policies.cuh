@@ -13,8 +13,8 @@ namespace flashattn_ext::sm90 {
 struct PlainBackwardPolicies {
   using Visibility = ArithmeticQueries;
   using Heads = WholeGroups;
-  template <class T, class Scores>
-  using Gradients = PlainGradients<Scores>;
+  template <class T, class Packing>
+  using Gradients = PlainGradients<Packing>;
   using Dropping = NoBackwardDropout;
 };
 
@@ -25,8 +25,8 @@ struct BackwardPolicies<kPlain> : PlainBackwardPolicies {};
 template <>
 struct BackwardPolicies<kGroups> : PlainBackwardPolicies {
   using Heads = QueryHeads;
-  template <class T, class Scores>
-  using Gradients = GroupedGradients<Scores>;
+  template <class T, class Packing>
+  using Gradients = GroupedGradients<Packing>;
 };
 template <>
 struct BackwardPolicies<kDropout> : PlainBackwardPolicies {
@@ -39,18 +39,18 @@ struct BackwardPolicies<kIntervals> : PlainBackwardPolicies {
 template <>
 struct BackwardPolicies<kBlocks> : PlainBackwardPolicies {
   using Visibility = BlockQueries;
-  template <class T, class Scores>
-  using Gradients = ListedGradients<Scores>;
+  template <class T, class Packing>
+  using Gradients = ListedGradients<Packing>;
 };
 template <>
 struct BackwardPolicies<kScores> : PlainBackwardPolicies {
-  template <class T, class Scores>
-  using Gradients = DistanceGradients<T, Scores>;
+  template <class T, class Packing>
+  using Gradients = DistanceGradients<T, Packing>;
 };
 template <>
 struct BackwardPolicies<kBias> : PlainBackwardPolicies {
-  template <class T, class Scores>
-  using Gradients = BiasTileGradients<T, Scores>;
+  template <class T, class Packing>
+  using Gradients = BiasTileGradients<T, Packing>;
 };
 
 }  // namespace flashattn_ext::sm90

@@ -9,6 +9,7 @@
 
 #include "cuda/sm90/backward_short/heads_keys.cuh"
 #include "cuda/sm90/backward_short/heads_producer.cuh"
+#include "cuda/sm90/shared/packed_scores.cuh"
 #include "cuda/sm90/shared/tiles.h"
 
 namespace flashattn_ext::sm90 {
@@ -22,7 +23,8 @@ struct HeadBackward : PingPong {
   using Visibility = ArithmeticQueries;
   using Walk = HeadWalk;
   static constexpr BackwardTile kTile = tile_of<kernel_table::kSm90Heads, T, kHeadDim, kPlain>();
-  using Scores = PackedScores<T, kTile.queries, false>;
+  using Packing = PackedScores<T, kTile.queries, false>;
+  using Gradients = PlainGradients<Packing>;
   static constexpr int kQueries = kTile.queries, kKeys = kTile.keys, kStages = kTile.stages,
                        kKeyStages = kTile.key_stages, kDscoreBuffers = 2, kOutStages = 1, kWorkStages = 2;
   static constexpr int kValueStages = kHeadDim > 64 ? 1 : kKeyStages;  // v is released without k
@@ -83,10 +85,11 @@ struct HeadBackward : PingPong {
   RingPosition<kKeyStages> keys;
   RingPosition<kValueStages> values;
   RingPosition<kStages> queries;
-  int has_marks = 0;  // note_marks
+  int has_marks = 0;  // BackwardStep
   RingPosition<kDscoreBuffers> buffers;
   float dk[kHeadDim / 8][4], dv[kHeadDim / 8][4];
-  typename Scores::Packed weights;
+  typename Packing::Packed weights;
+  Gradients gradients;
 
   __device__ __forceinline__ HeadBackward(Shared& shared, const AttnGradParams& p, const Workspace& workspace)
       : PingPong{uniform(static_cast<int>(threadIdx.x) / kGroupThreads) - 1},
@@ -96,7 +99,10 @@ struct HeadBackward : PingPong {
         warp_key(uniform(static_cast<int>(threadIdx.x) / 32 - 4) * 16) {}
 
   __device__ __forceinline__ int value_stage() const { return values.stage; }
-  __device__ __forceinline__ auto& kept_weights(typename Scores::Packed&) { return weights; }
+  __device__ __forceinline__ auto this_step() const {
+    return BackwardStep<Shared, Workspace>{p, workspace, shared, queries.stage, has_marks, group, warp_key};
+  }
+  __device__ __forceinline__ auto& kept_weights(typename Packing::Packed&) { return weights; }
   // Writes dk and dv, which ends the key tile.
   __device__ __forceinline__ void store(const Work& work) {
     store_keys<T>(p.dk, work, work.key0 + warp_key, dk, workspace.gradient_scale, p.head_dim);
@@ -110,8 +116,6 @@ struct HeadBackward : PingPong {
 template <class Kernel>
 struct HeadQueryGradients {
   using T = typename Kernel::Element;
-  using Work = typename Kernel::Work;
-  using Walk = typename Kernel::Walk;
   static constexpr int kQueries = Kernel::kQueries;
   static constexpr bool kHalvesAreRows = Kernel::kHalvesAreRows;
 
@@ -123,7 +127,7 @@ struct HeadQueryGradients {
   RingPosition<Kernel::kDscoreBuffers> buffers;
 
   __device__ __forceinline__ void compute_tiles() {
-    for_each_work(shared, works, [&](const Work& work) {
+    for_each_work(shared, works, [&](const HeadWork& work) {
       if (uniform(work.tiles) > 0) compute_tile(work);
       ptx::barrier_arrive(&shared.work_empty[works.stage]);
     });
@@ -131,8 +135,8 @@ struct HeadQueryGradients {
 
  private:
   // The sums of the next half are copied to shared memory while a half is multiplied.
-  __device__ __forceinline__ void compute_tile(const Work& work) {
-    Walk now(work, static_cast<int>(p.group_size()));
+  __device__ __forceinline__ void compute_tile(const HeadWork& work) {
+    HeadWalk now(work, static_cast<int>(p.group_size()));
     __threadfence();  // copies, which read L2, follow this thread's stores of the key tile before
     fetch(work, now, 0);
     ptx::barrier_wait(&shared.k_full[keys.stage], keys.parity);
@@ -170,12 +174,12 @@ struct HeadQueryGradients {
   }
 
   static __device__ __forceinline__ int thread() { return threadIdx.x % kGroupThreads; }
-  __device__ __forceinline__ float4* sums(const Work& work, int h, int m, int half) const {
+  __device__ __forceinline__ float4* sums(const HeadWork& work, int h, int m, int half) const {
     const int64_t tile = work.dq_tile + h * workspace.query_tiles + m;
     return workspace.sums + (2 * tile + half) * kHalfVectors + thread();
   }
   // Starts to copy the sums of a half, if there are any. No other thread reads or writes them.
-  __device__ __forceinline__ void fetch(const Work& work, const Walk& next, int half) const {
+  __device__ __forceinline__ void fetch(const HeadWork& work, const HeadWalk& next, int half) const {
     if (!work.has_met(next.m)) return;
     const float4* const from = sums(work, next.h, next.m, half);
 #pragma unroll
@@ -192,12 +196,12 @@ struct HeadQueryGradients {
       dq[c][0] = x.x, dq[c][1] = x.y, dq[c][2] = x.z, dq[c][3] = x.w;
     }
   }
-  __device__ __forceinline__ void keep(const float (&dq)[8][4], const Work& work, int h, int m, int half) const {
+  __device__ __forceinline__ void keep(const float (&dq)[8][4], const HeadWork& work, int h, int m, int half) const {
     float4* const to = sums(work, h, m, half);
 #pragma unroll
     for (int c = 0; c < 8; ++c) __stcg(to + c * kGroupThreads, make_float4(dq[c][0], dq[c][1], dq[c][2], dq[c][3]));
   }
-  __device__ __forceinline__ void write(const float (&dq)[8][4], const Work& work, int h, int m, int half) const {
+  __device__ __forceinline__ void write(const float (&dq)[8][4], const HeadWork& work, int h, int m, int half) const {
     const int column = kHalvesAreRows ? 0 : half * 64;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {

@@ -59,8 +59,6 @@ struct HeadWalk {
 
 template <class Kernel>
 struct HeadLoader {
-  using Work = typename Kernel::Work;
-  using Walk = typename Kernel::Walk;
   static constexpr int kQueries = Kernel::kQueries;
 
   typename Kernel::Shared& shared;
@@ -77,7 +75,7 @@ struct HeadLoader {
   __device__ void load_heads(const TileGrid& grid) {
     const int heads = static_cast<int>(p.heads_k);
     for (int head = blockIdx.x; head < grid.tiles; head += gridDim.x) {
-      Work work{{head / heads, head % heads}};
+      HeadWork work{{head / heads, head % heads}};
       work.length_q = static_cast<int>(p.seqlen_q);
       work.length_k = static_cast<int>(p.seqlen_k);
       work.dq_tile =
@@ -85,23 +83,23 @@ struct HeadLoader {
       work.met_from = workspace.query_tiles;
       for (work.n = grid.blocks - 1; work.n >= 0; --work.n) {
         work.key0 = work.n * Kernel::kKeys;
-        const Limits rows = queries_of_tile<Kernel>(p, work, work.n);
+        const Limits rows = queries_of_tile<ArithmeticQueries, Kernel::kKeys>(p, work, work.n);
         work.first = rows.begin / kQueries;
         work.tiles = rows.end > rows.begin ? (rows.end - 1) / kQueries + 1 - work.first : 0;
-        const Work& published = publish(work);
+        const HeadWork& published = publish(work);
         if (uniform(published.tiles) == 0) continue;
         load_tile(published);
         work.met_from = work.first;
       }
     }
-    publish(Work{});  // ends the kernel
+    publish(HeadWork{});  // ends the kernel
   }
 
  private:
   // Returns the description in shared memory, which stays unchanged while it is in use: registers are scarce here.
-  __device__ const Work& publish(const Work& work) {
+  __device__ const HeadWork& publish(const HeadWork& work) {
     ptx::barrier_wait(&shared.work_empty[works.stage], works.parity ^ 1);
-    Work& to = shared.work[works.stage];
+    HeadWork& to = shared.work[works.stage];
     if (lane() == 0) {
       to = work;
       ptx::barrier_arrive(&shared.work_full[works.stage]);
@@ -110,13 +108,13 @@ struct HeadLoader {
     __syncwarp();
     return to;
   }
-  __device__ void load_tile(const Work& work) {
+  __device__ void load_tile(const HeadWork& work) {
     ptx::barrier_wait(&shared.keys_empty[keys.stage], keys.parity ^ 1);
     if (lane() == 0) {
       load_panels(shared.k[keys.stage], shared.k_full[keys.stage], maps.k, work.key0, work.hk, work.b);
     }
     keys.advance();
-    Walk now(work, static_cast<int>(p.group_size()));
+    HeadWalk now(work, static_cast<int>(p.group_size()));
     load_queries(work, now);
     now.advance();
     ptx::barrier_wait(&shared.values_empty[values.stage], values.parity ^ 1);
@@ -126,7 +124,7 @@ struct HeadLoader {
     values.advance();
     for (; now.left > 0; now.advance()) load_queries(work, now);
   }
-  __device__ void load_queries(const Work& work, const Walk& now) {
+  __device__ void load_queries(const HeadWork& work, const HeadWalk& now) {
     const int stage = queries.stage, row = now.m * kQueries;
     ptx::barrier_wait(&shared.queries_empty[stage], queries.parity ^ 1);
     if (lane() == 0) {
@@ -144,7 +142,7 @@ struct HeadLoader {
   }
   // In units of log2. Rows that do not exist have the words of a row without keys, which make their weights 0 for any
   // score.
-  __device__ __forceinline__ void load_lse(const Work& work, int h, int row) {
+  __device__ __forceinline__ void load_lse(const HeadWork& work, int h, int row) {
     float lse[kQueries / 32];
 #pragma unroll
     for (int i = 0; i < kQueries / 32; ++i) {
@@ -173,7 +171,6 @@ struct HeadLoader {
 template <class Kernel>
 struct DeltaWarps {
   using T = typename Kernel::Element;
-  using Work = typename Kernel::Work;
   static constexpr int kQueries = Kernel::kQueries;
   static_assert(kQueries % Kernel::kDeltaThreads == 0);
 
@@ -186,7 +183,7 @@ struct DeltaWarps {
   RingPosition<Kernel::kOutStages> outs;
 
   __device__ void compute_tiles() {
-    for_each_work(shared, works, [&](const Work& work) {
+    for_each_work(shared, works, [&](const HeadWork& work) {
       if (uniform(work.tiles) > 0) {
         for (HeadWalk now(work, static_cast<int>(p.group_size())); now.left > 0; now.advance()) {
           compute(work, now.h, now.m);
@@ -197,7 +194,7 @@ struct DeltaWarps {
   }
 
  private:
-  __device__ __forceinline__ void compute(const Work& work, int h, int m) {
+  __device__ __forceinline__ void compute(const HeadWork& work, int h, int m) {
     const int rows = work.length_q - m * kQueries;
     float* const known = workspace.delta + h * workspace.rows + work.b * p.seqlen_q + m * kQueries;
     const bool is_known = work.has_met(m);

@@ -4,15 +4,21 @@
 // allow. Plain calls above 192 run in clusters of two thread blocks. docs/sm90_backward.md.
 #pragma once
 
-#include "cuda/sm90/backward/backward_policies.cuh"
+#include <type_traits>
+
+#include "cuda/sm90/shared/backward_dropout.cuh"
+#include "cuda/sm90/shared/backward_heads.cuh"
 #include "cuda/sm90/shared/backward_step.cuh"
+#include "cuda/sm90/shared/backward_visibility.cuh"
+#include "cuda/sm90/shared/packed_scores.cuh"
 
 namespace flashattn_ext::sm90 {
 
 template <class T, int kHeadDim, Options kOptions, int kHeadDimV>
 struct WideBackward {
-  using Visibility = typename BackwardPolicies<kOptions>::Visibility;
-  using Dropping = typename BackwardPolicies<kOptions>::Dropping;
+  static_assert(kOptions == kPlain || kOptions == kDropout || kOptions == kIntervals);
+  using Visibility = std::conditional_t<kOptions == kIntervals, IntervalQueries, ArithmeticQueries>;
+  using Dropping = std::conditional_t<kOptions == kDropout, CounterBackwardDropout, NoBackwardDropout>;
   using Work = typename Visibility::Work;
   using Heads = WholeGroups;
   using Walk = QueryWalk<false, Visibility>;
@@ -47,8 +53,8 @@ struct WideBackward {
   // A thread block of 512 threads starts with 128 registers per thread, and the compiler requires the operands of one
   // instruction to fit in them.
   static constexpr int kMostTiles = 24;
-  using Scores = PackedScores<T, kQueries, Dropping::kDrops>;
-  using Gradients = PlainGradients<Scores>;
+  using Packing = PackedScores<T, kQueries, Dropping::kDrops>;
+  using Gradients = PlainGradients<Packing>;
   using Workspace = typename Gradients::Workspace;
   using Maps = typename Gradients::Maps;
 
@@ -68,7 +74,7 @@ struct WideBackward {
     uint4 weights[kBuffers][kQueries / 16][kGroupThreads];  // P^T, as each thread's registers
     float lse[kStages][kQueries], delta[kStages][kQueries];
     int has_marks[kStages];  // in lse
-    MaybeArray<typename Scores::Kept, Dropping::kDrops ? kBuffers : 0> kept;
+    MaybeArray<typename Packing::Kept, Dropping::kDrops ? kBuffers : 0> kept;
     Work work[kWorkStages];
     MaybeArray<int, kMasks ? kStepsKept : 0> added_before;
     MaybeArray<EarlierKeyTile, kMasks ? 1 : 0> before;  // for the inspector warps
@@ -149,7 +155,7 @@ struct WideBackward {
     RingPosition<kWorkStages> works;
     RingPosition<kKeyStages> keys;
     RingPosition<kStages> queries;
-    int has_marks = 0;  // note_marks
+    int has_marks = 0;  // BackwardStep
     std::conditional_t<kPaired, RingPosition<kDoutStages>, Nothing> own_douts;
     RingPosition<kBuffers> weights_at, dscores_at;
     uint32_t parts_parity = 0;  // parity of OtherPart's barrier
@@ -163,6 +169,9 @@ struct WideBackward {
           warp_key(uniform(static_cast<int>(threadIdx.x) / 32 % kGroupWarps) * 16) {}
 
     static __device__ __forceinline__ int thread() { return threadIdx.x % kGroupThreads; }
+    __device__ __forceinline__ auto this_step() const {
+      return BackwardStep<Shared, BackwardWorkspace>{p, workspace, shared, queries.stage, has_marks, group, warp_key};
+    }
     __device__ __forceinline__ const Work* receive() { return receive_work(shared, works); }
     __device__ __forceinline__ void end_work() {
       ptx::barrier_arrive(&shared.work_empty[works.stage]);
@@ -197,6 +206,29 @@ struct WideBackward {
       release(shared.keys_empty[keys.stage]);
       keys.advance();
     }
+    // Walks over the queries of a key tile: prepare(now) computes the scores of a step, start(now) issues the product
+    // that adds to `sum`, and end() comes when that is complete.
+    template <int N, class Prepare, class Start, class End>
+    __device__ __forceinline__ void walk(const Work& work, float (&sum)[N][4], const Prepare& prepare,
+                                         const Start& start, const End& end) {
+      Walk now(p, work, static_cast<int>(p.group_size()));
+      const auto add = [&](int stage) {
+        start(now);
+        ptx::wgmma_wait<0>();
+        ptx::hold(sum);
+        end();
+        end_queries(stage);
+        queries.advance();
+      };
+      prepare(now);
+      while (now.left > 1) {
+        add(queries.stage);
+        now.advance();
+        prepare(now);
+      }
+      add(queries.stage);
+      end_keys();
+    }
     // Zeroes the rows from `rows` on. They follow the end of a packed sequence and belong to another sequence, whose
     // NaNs weights of 0 would still propagate. Only one warpgroup uses each tile in such a product.
     template <int kTilePanels, int kRows>
@@ -214,7 +246,7 @@ struct WideBackward {
     PhiloxKey philox;
     int kept_buffer = 0;  // index of the next buffer in shared.kept
     float dv[kValueColumns / 8][4];
-    typename Scores::Packed weights;
+    typename Packing::Packed weights;
 
     __device__ __forceinline__ ValueGradient(Shared& shared, const AttnGradParams& params,
                                              const BackwardWorkspace& workspace, int group)
@@ -232,49 +264,32 @@ struct WideBackward {
 
     __device__ __forceinline__ void walk_queries(const Work& work) {
       const Limits unmasked = this->unmasked_queries(work);
-      Walk now(p, work, static_cast<int>(p.group_size()));
       Visibility::await(shared.k_full, shared.keys_inspected, keys);
-      weigh_next(work, now, unmasked);
-      while (now.left > 1) {
-        const int stage = queries.stage;
-        start_values(work, now);
-        ptx::wgmma_wait<0>();
-        ptx::hold(dv);
-        this->end_dout();
-        this->end_queries(stage);
-        queries.advance();
-        now.advance();
-        weigh_next(work, now, unmasked);
-      }
-      start_values(work, now);
-      ptx::wgmma_wait<0>();
-      ptx::hold(dv);
-      this->end_dout();
-      this->end_queries(queries.stage);
-      queries.advance();
-      this->end_keys();
+      this->walk(
+          work, dv, [&](const Walk& now) { weigh_next(work, now, unmasked); },
+          [&](const Walk& now) { start_values(work, now); }, [&] { this->end_dout(); });
     }
 
     __device__ __forceinline__ void weigh_next(const Work& work, const Walk& now, const Limits& unmasked) {
       float scores[kQueries / 8][4];
       Visibility::await(shared.q_full, shared.queries_inspected, queries);
       score_product<kColumns>(scores, shared.k[keys.stage], 0, shared.q[queries.stage]);
-      note_marks(*this);
+      this->has_marks = shared.has_marks[queries.stage];
       const int row0 = now.m * kQueries, key = this->own_key(work) + warp_key;
-      Dropping::template draw<Scores>(shared.kept, kept_buffer, philox, p, work.b, now.h, work.key0, row0);
+      Dropping::template draw<Packing>(shared.kept, kept_buffer, philox, p, work.b, now.h, work.key0, row0);
       ptx::wgmma_wait<0>();
       ptx::hold(scores);
       if constexpr (kSplitsColumns) shared.score_parts[0].exchange(scores, &this->parts_parity);
       const auto prepare = [&] {
-        subtract_words_of_step(*this, scores, workspace.score, work.b, now.h, row0);
+        this->this_step().subtract_words(scores, workspace.score, work.b, now.h, row0);
         return visible(p, work, now.h);
       };
-      Scores::weigh(weights, scores, workspace.score, shared.lse[queries.stage],
-                    is_rare(*this, Scores::is_masked(unmasked, row0)), prepare, row0, key);
+      Packing::weigh(weights, scores, workspace.score, shared.lse[queries.stage],
+                     this->this_step().is_rare(Packing::is_masked(unmasked, row0)), prepare, row0, key);
       if (Dropping::kDrops) {
         // The other buffer is free for the next step: all warps have passed this barrier since they read it.
         ptx::named_barrier_sync(kWideGroup + this->group - 1, kGroupThreads);
-        Dropping::template drop<Scores>(weights, shared.kept, kept_buffer, warp_key / 16);
+        Dropping::template drop<Packing>(weights, shared.kept, kept_buffer, warp_key / 16);
         kept_buffer ^= 1;
       }
     }
@@ -291,8 +306,8 @@ struct WideBackward {
       weights_at.advance();
       Visibility::await(shared.dout_full, shared.queries_inspected, this->douts());
       this->clear_tail(shared.dout[this->douts().stage], work.length_q - now.m * kQueries);
-      typename Scores::Packed space;
-      auto& kept = Dropping::template kept<Scores>(weights, &space);
+      typename Packing::Packed space;
+      auto& kept = Dropping::template kept<Packing>(weights, &space);
       accumulate<kMostTiles>(dv, kept, shared.dout[this->douts().stage]);
     }
   };
@@ -317,28 +332,13 @@ struct WideBackward {
 
     __device__ __forceinline__ void walk_queries(const Work& work) {
       const Limits unmasked = this->unmasked_queries(work);
-      Walk now(p, work, static_cast<int>(p.group_size()));
       float dscores[kQueries / 8][4];
       Visibility::await(shared.v_full, shared.keys_inspected, keys);
-      start_scores(dscores);
-      finish_scores(dscores);
-      while (now.left > 1) {
-        const int stage = queries.stage;
-        start_keys(dscores, work, now, unmasked);
-        ptx::wgmma_wait<0>();
-        ptx::hold(dk);
-        this->end_queries(stage);
-        queries.advance();
+      const auto multiply = [&](const Walk&) {
         start_scores(dscores);
         finish_scores(dscores);
-        now.advance();
-      }
-      start_keys(dscores, work, now, unmasked);
-      ptx::wgmma_wait<0>();
-      ptx::hold(dk);
-      this->end_queries(queries.stage);
-      queries.advance();
-      this->end_keys();
+      };
+      this->walk(work, dk, multiply, [&](const Walk& now) { start_keys(dscores, work, now, unmasked); }, [] {});
     }
 
     __device__ __forceinline__ void start_scores(float (&dscores)[kQueries / 8][4]) {
@@ -356,9 +356,10 @@ struct WideBackward {
     // Hands dS^T to the third warpgroup, and issues dk += dS^T Q.
     __device__ __forceinline__ void start_keys(float (&dscores)[kQueries / 8][4], const Work& work, const Walk& now,
                                                const Limits& unmasked) {
-      typename Scores::Packed weights;
+      typename Packing::Packed weights;
       ptx::barrier_wait(&shared.weights_full[weights_at.stage], weights_at.parity);
-      note_marks(*this);  // the first warpgroup has waited for the queries, with which they come
+      // The first warpgroup has waited for the queries, with which they come.
+      this->has_marks = shared.has_marks[queries.stage];
 #pragma unroll
       for (int step = 0; step < kQueries / 16; ++step) {
         const uint4 x = shared.weights[weights_at.stage][step][this->thread()];
@@ -367,9 +368,9 @@ struct WideBackward {
       ptx::barrier_arrive(&shared.weights_empty[weights_at.stage]);
       weights_at.advance();
       Visibility::await(shared.q_full, shared.queries_inspected, queries);
-      Scores::differentiate(dscores, weights, workspace.score, shared.delta[queries.stage],
-                            is_rare(*this, Scores::is_masked(unmasked, now.m * kQueries)),
-                            [&] { clear_rows_of_step(*this, dscores); });
+      Packing::differentiate(dscores, weights, workspace.score, shared.delta[queries.stage],
+                             this->this_step().is_rare(Packing::is_masked(unmasked, now.m * kQueries)),
+                             [&] { this->this_step().clear_rows(dscores); });
       pack_scores<T>(weights, dscores);
       ptx::barrier_wait(&shared.dscores_empty[dscores_at.stage], dscores_at.parity ^ 1);
       store_panels(shared.dscores[dscores_at.stage], warp_key, weights);

@@ -13,8 +13,8 @@
 #include "cuda/host/tensor_map.h"
 #include "cuda/score/tangent_policy.cuh"
 #include "cuda/score/tangent_rows.cuh"
-#include "cuda/sm90/derivatives/moving.cuh"
-#include "cuda/sm90/forward/visibility_policy.cuh"
+#include "cuda/sm90/derivatives/given_tangents.cuh"
+#include "cuda/sm90/shared/arithmetic_visibility.cuh"
 #include "cuda/sm90/shared/forward_consumer.cuh"
 #include "cuda/sm90/shared/forward_work.cuh"
 #include "cuda/sm90/shared/named_barriers.h"
@@ -30,8 +30,8 @@ struct JvpMaps {
   CUtensorMap q, k, v, tq, tk, tv;  // those of absent tangents are never used
 };
 
-template <class T, int kHeadDim, class TileOfRow, class Moves>
-struct Jvp : ForwardConsumer<Jvp<T, kHeadDim, TileOfRow, Moves>> {
+template <class T, int kHeadDim, class TileOfRow, class Given>
+struct Jvp : ForwardConsumer<Jvp<T, kHeadDim, TileOfRow, Given>> {
   static constexpr ForwardTile kTile = TileOfRow::kTile;
   static constexpr int kGroups = kTile.groups, kQueries = kTile.queries(), kKeys = kTile.keys, kStages = kTile.stages;
   static constexpr RegisterBudget kRegisters = register_budget(kGroups);
@@ -39,7 +39,7 @@ struct Jvp : ForwardConsumer<Jvp<T, kHeadDim, TileOfRow, Moves>> {
   static constexpr int kPanels = panels(kHeadDim);
   static constexpr int kScoreTiles = kKeys / 8, kOutTiles = kHeadDim / 8, kSteps = kKeys / 16;
   using Element = T;
-  using Visibility = ArithmeticVisibility<Jvp>;
+  using Visibility = ArithmeticVisibility;
   using KeyWalk = typename Visibility::Walk;
   using Tangents = PlainTangents;
   using Rule = Tangents::Rule;
@@ -73,15 +73,15 @@ struct Jvp : ForwardConsumer<Jvp<T, kHeadDim, TileOfRow, Moves>> {
     uint32_t q_parity = 0, work_parity = 0;
 
     // The loads of a barrier `full` in one phase.
-    static constexpr int kQueryLoads = Moves::kQ ? 2 : 1, kKeyLoads = Moves::kK ? 2 : 1;
-    static constexpr int kValueLoads = Moves::kLogits && Moves::kV ? 2 : 1;
+    static constexpr int kQueryLoads = Given::kQ ? 2 : 1, kKeyLoads = Given::kK ? 2 : 1;
+    static constexpr int kValueLoads = Given::kLogits && Given::kV ? 2 : 1;
 
     __device__ void load_tiles(const TileGrid& grid) {
       each_forward_work<kQueries, kKeys, false, Visibility::kTakesLate>(
           p, grid, static_cast<int>(blockIdx.x), [&](int tile) { return grid.next(tile); },
           [&](const Work& work, int key_start) {
             publish_work(shared, work, &work_parity);
-            if (Moves::kAny && work.sees_keys()) load_tile(work, key_start);
+            if (Given::kAny && work.sees_keys()) load_tile(work, key_start);
           });
       publish_work(shared, Work{}, &work_parity);
     }
@@ -90,7 +90,7 @@ struct Jvp : ForwardConsumer<Jvp<T, kHeadDim, TileOfRow, Moves>> {
       const int batch = p.is_varlen() ? 0 : work.b;
       ptx::barrier_wait(&shared.q_empty, q_parity ^ 1);
       load_panels(shared.q, shared.q_full, maps.q, work.query_start + work.row0, work.h, batch);
-      if constexpr (Moves::kQ) {
+      if constexpr (Given::kQ) {
         load_panels(shared.tq, shared.q_full, maps.tq, work.query_start + work.row0, work.h, batch);
       }
       q_parity ^= 1;
@@ -103,7 +103,7 @@ struct Jvp : ForwardConsumer<Jvp<T, kHeadDim, TileOfRow, Moves>> {
       const int batch = p.is_varlen() ? 0 : work.b, hk = work.h / static_cast<int>(p.group_size());
       ptx::barrier_wait(&shared.k_empty[k.stage], k.parity ^ 1);
       load_panels(shared.k[k.stage], shared.k_full[k.stage], maps.k, key_start + n * kKeys, hk, batch);
-      if constexpr (Moves::kK) {
+      if constexpr (Given::kK) {
         load_panels(shared.tk[k.stage], shared.k_full[k.stage], maps.tk, key_start + n * kKeys, hk, batch);
       }
       k.advance();
@@ -111,10 +111,10 @@ struct Jvp : ForwardConsumer<Jvp<T, kHeadDim, TileOfRow, Moves>> {
     __device__ void load_values(const Work& work, int key_start, int n) {
       const int batch = p.is_varlen() ? 0 : work.b, hk = work.h / static_cast<int>(p.group_size());
       ptx::barrier_wait(&shared.v_empty[v.stage], v.parity ^ 1);
-      if constexpr (Moves::kLogits) {
+      if constexpr (Given::kLogits) {
         load_panels(shared.v[v.stage], shared.v_full[v.stage], maps.v, key_start + n * kKeys, hk, batch);
       }
-      if constexpr (Moves::kV) {
+      if constexpr (Given::kV) {
         load_panels(shared.tv[v.stage], shared.v_full[v.stage], maps.tv, key_start + n * kKeys, hk, batch);
       }
       v.advance();
@@ -148,7 +148,7 @@ struct Jvp : ForwardConsumer<Jvp<T, kHeadDim, TileOfRow, Moves>> {
     if (group == 0) this->pass_phase(kGroups - 1);
     for (Work work = receive_work(shared, &work_parity); work.exists(); work = receive_work(shared, &work_parity)) {
       start_tile(work);
-      if (Moves::kAny && work.sees_keys()) Visibility::compute_tile(*this, work, Nothing{});
+      if (Given::kAny && work.sees_keys()) this->compute_tile(work, Nothing{});
       finish_tile(work);
     }
   }
@@ -171,7 +171,7 @@ struct Jvp : ForwardConsumer<Jvp<T, kHeadDim, TileOfRow, Moves>> {
     __syncwarp();
   }
 
-  // Visibility::compute_tile calls it, with the key tiles that this warpgroup sees.
+  // compute_tile calls it, with the key tiles that this warpgroup sees.
   __device__ __forceinline__ void compute_steps(const Work& work, KeyWalk& walk, Nothing) {
     const int& n = walk.n;
     const Mask32 mask = work.mask(p);
@@ -180,7 +180,7 @@ struct Jvp : ForwardConsumer<Jvp<T, kHeadDim, TileOfRow, Moves>> {
     const Limits unmasked{mask.keys_of(row + 15, row + 16).begin, mask.keys_of(row, row + 1).end};
     load_fragments(q_fragments, shared.q, warp_row);
     ptx::hold(q_fragments);
-    Visibility::await_keys(*this);
+    Visibility::await_keys(shared, k);
     this->await_phase();
     multiply_queries();
     this->pass_phase(group);
@@ -190,9 +190,9 @@ struct Jvp : ForwardConsumer<Jvp<T, kHeadDim, TileOfRow, Moves>> {
     weigh(work, n, unmasked);
     pack();
     if (n == work.last) this->clear_tail_of_values(work);
-    if (Visibility::has_next(*this, walk)) {
+    if (Visibility::has_next(shared, k, group, walk)) {
       for (Visibility::advance(walk);; Visibility::advance(walk)) {
-        Visibility::await_keys(*this);
+        Visibility::await_keys(shared, k);
         this->await_phase();
         multiply_queries();
         ptx::barrier_wait(&shared.v_full[v.stage], v.parity);
@@ -204,7 +204,7 @@ struct Jvp : ForwardConsumer<Jvp<T, kHeadDim, TileOfRow, Moves>> {
         weigh(work, n, unmasked);
         hold_scores();
         // The loop exits here, before the wait in end_values, for the reason that forward.cuh gives.
-        if (!Visibility::has_next(*this, walk)) break;
+        if (!Visibility::has_next(shared, k, group, walk)) break;
         end_values();
         pack();
       }
@@ -219,21 +219,21 @@ struct Jvp : ForwardConsumer<Jvp<T, kHeadDim, TileOfRow, Moves>> {
   // One group of products each: for scores and the tangents of logits, and for values.
   __device__ __forceinline__ void multiply_queries() {
     set_zero(scores);  // products of operands in registers add
-    if constexpr (!Moves::kQ) set_zero(tangents);
+    if constexpr (!Given::kQ) set_zero(tangents);
     hold_scores();
     ptx::wgmma_fence();
     issue_score_product(scores, q_fragments, shared.k[k.stage], 0);
-    if constexpr (Moves::kQ) {
+    if constexpr (Given::kQ) {
       issue_score_product<kHeadDim, uint64_t>(tangents, shared.tq, group * 64, shared.k[k.stage]);
     }
-    if constexpr (Moves::kK) issue_score_product(tangents, q_fragments, shared.tk[k.stage], 0);
+    if constexpr (Given::kK) issue_score_product(tangents, q_fragments, shared.tk[k.stage], 0);
     ptx::wgmma_commit();
   }
   __device__ __forceinline__ void multiply_values() {
     ptx::hold(out);
     ptx::wgmma_fence();
-    if constexpr (Moves::kLogits) issue_accumulate<32, uint64_t>(out, moved, shared.v[v.stage]);
-    if constexpr (Moves::kV) issue_accumulate<32, uint64_t>(out, weights, shared.tv[v.stage]);
+    if constexpr (Given::kLogits) issue_accumulate<32, uint64_t>(out, moved, shared.v[v.stage]);
+    if constexpr (Given::kV) issue_accumulate<32, uint64_t>(out, weights, shared.tv[v.stage]);
     ptx::wgmma_commit();
   }
   __device__ __forceinline__ void hold_scores() {
@@ -251,8 +251,8 @@ struct Jvp : ForwardConsumer<Jvp<T, kHeadDim, TileOfRow, Moves>> {
   // Products become P and P (A - pivot). They are packed later: the registers of packed ones are operands of products
   // in flight.
   __device__ __forceinline__ void weigh(const Work& work, int n, const Limits& unmasked) {
-    if constexpr (!Moves::kLogits) set_zero(tangents);
-    const auto& rule = Tangents::make_logits(*this, score_tile(), tangent_tile(), Nothing{});
+    if constexpr (!Given::kLogits) set_zero(tangents);
+    const auto& rule = Tangents::make_logits(p, score, score_tile(), tangent_tile(), Nothing{});
     const int row = work.row0 + warp_row + g(), key0 = n * kKeys;
     if (key0 < unmasked.begin || key0 + kKeys > unmasked.end) {
       hide_keys<true, true>(score_tile(), work.mask(p), row, key0 + 2 * t());
@@ -263,14 +263,14 @@ struct Jvp : ForwardConsumer<Jvp<T, kHeadDim, TileOfRow, Moves>> {
     rows.weigh(score_tile(), tangent_tile(), rule);
   }
   __device__ __forceinline__ void pack() {
-    if constexpr (Moves::kLogits) pack_scores<T>(moved, tangents);
-    if constexpr (Moves::kV) pack_scores<T>(weights, scores);
+    if constexpr (Given::kLogits) pack_scores<T>(moved, tangents);
+    if constexpr (Given::kV) pack_scores<T>(weights, scores);
   }
 
   __device__ __forceinline__ void skip_more() {}
   __device__ __forceinline__ void clear_values(int count, int thread, int threads) {
-    if constexpr (Moves::kLogits) clear_rows(shared.v[v.stage], count, thread, threads);
-    if constexpr (Moves::kV) clear_rows(shared.tv[v.stage], count, thread, threads);
+    if constexpr (Given::kLogits) clear_rows(shared.v[v.stage], count, thread, threads);
+    if constexpr (Given::kV) clear_rows(shared.tv[v.stage], count, thread, threads);
   }
 
   __device__ __forceinline__ void finish_tile(const Work& work) {
@@ -361,13 +361,13 @@ void run_jvp(const JvpParams& p) {
          grid, Kernel::Rule::of(p));
 }
 
-// Runs a call that has the tangents of Moves.
+// Runs a call that has these tangents.
 template <class T, int kHeadDim, Options kOptions, int kHeadDimV>
 struct JvpRun {
   using TileOfRow = TileOf<kernel_table::kSm90Jvp, T, kHeadDim, kOptions, kHeadDimV>;
-  template <class Moves>
+  template <class Given>
   static void run(const JvpParams& p) {
-    run_jvp<Jvp<T, kHeadDim, TileOfRow, Moves>>(p);
+    run_jvp<Jvp<T, kHeadDim, TileOfRow, Given>>(p);
   }
 };
 

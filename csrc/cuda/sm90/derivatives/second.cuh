@@ -17,12 +17,12 @@ template <class T, int kHeadDim, Options kOptions, int kHeadDimV, class Tangents
 struct Second : SecondConsumer<Second<T, kHeadDim, kOptions, kHeadDimV, TangentsGiven>> {
   static_assert(kOptions == kPlain && kHeadDimV == kHeadDim);
   using Element = T;
-  using Moves = TangentsGiven;
+  using Given = TangentsGiven;
   using Visibility = ArithmeticQueries;
   using Work = BackwardWork;
   using Heads = WholeGroups;
   using Walk = QueryWalk<true>;
-  using Gradients = SecondGradients<Moves>;
+  using Gradients = SecondGradients<Given>;
   using Dropping = NoBackwardDropout;
   using Workspace = typename Gradients::Workspace;
   using Maps = SecondMaps;
@@ -37,7 +37,7 @@ struct Second : SecondConsumer<Second<T, kHeadDim, kOptions, kHeadDimV, Tangents
   // The queries whose scores a warpgroup computes, and its columns of dk and dv.
   static constexpr int kOwnQueries = kQueries / 2, kOwnColumns = kHeadDim / 2;
   static constexpr int kScoreTiles = kOwnQueries / 8, kSteps = kOwnQueries / 16, kColumnTiles = kOwnColumns / 8;
-  using Masking = PackedScores<T, kOwnQueries, false>;
+  using Packing = PackedScores<T, kOwnQueries, false>;
   using Scores = float[kScoreTiles][4];
   using ScoreTile = T[1][kKeys][kPanelColumns];  // transposed
   static_assert(kHeadDim == 128 && kQueries == 64 && Layout::kQueries == kQueries && kDqTiles == 8);
@@ -56,7 +56,7 @@ struct Second : SecondConsumer<Second<T, kHeadDim, kOptions, kHeadDimV, Tangents
   RingPosition<kWorkStages> works;
   uint32_t key_parity = 0;
   RingPosition<kStages> queries;  // the stage whose scores were computed last
-  int has_marks = 0;              // note_marks
+  int has_marks = 0;              // BackwardStep
   float dk[kColumnTiles][4], dv[kColumnTiles][4], dq[kDqTiles][4];
   uint32_t k_fragments[kHeadDim / 16][4];
   Scores x, tangents, dp, b;                                                // in the order of PlainSecond
@@ -69,6 +69,9 @@ struct Second : SecondConsumer<Second<T, kHeadDim, kOptions, kHeadDimV, Tangents
         group(group),
         warp_key(uniform(static_cast<int>(threadIdx.x) / 32 % 4) * 16) {}
 
+  __device__ __forceinline__ auto this_step() const {
+    return BackwardStep<Shared, Workspace>{p, workspace, shared, queries.stage, has_marks, group, warp_key};
+  }
   __device__ __forceinline__ void write_keys(const Work& work) const {
     const int column = group * kOwnColumns;
     store_keys<T>(p.dk, work, work.key0 + warp_key, dk, workspace.gradient_scale, p.head_dim, column);
@@ -77,7 +80,7 @@ struct Second : SecondConsumer<Second<T, kHeadDim, kOptions, kHeadDimV, Tangents
 
   // The first and the last step are peeled, so that no product is in flight when the loop exits.
   __device__ __forceinline__ void walk_queries(const Work& work) {
-    const Limits unmasked = uniform(Masking::unmasked_queries(p, work.mask(p), work.key0, kKeys));
+    const Limits unmasked = uniform(Packing::unmasked_queries(p, work.mask(p), work.key0, kKeys));
     ptx::barrier_wait(&shared.k_full[0], key_parity);
     ptx::barrier_wait(&shared.v_full[0], key_parity);
     key_parity ^= 1;
@@ -128,14 +131,14 @@ struct Second : SecondConsumer<Second<T, kHeadDim, kOptions, kHeadDimV, Tangents
     hold_scores();
     ptx::wgmma_fence();
     issue_score_product(x, k_fragments, shared.q[stage], query);
-    if constexpr (Moves::kQ) issue_score_product(tangents, k_fragments, shared.tq[stage], query);
-    if constexpr (Moves::kK) {
-      issue_score_product<kHeadDim>(tangents, shared.tk[0], 0, shared.q[stage], Moves::kQ, query);
+    if constexpr (Given::kQ) issue_score_product(tangents, k_fragments, shared.tq[stage], query);
+    if constexpr (Given::kK) {
+      issue_score_product<kHeadDim>(tangents, shared.tk[0], 0, shared.q[stage], Given::kQ, query);
     }
     issue_score_product<kHeadDim>(dp, shared.v[0], 0, shared.dout[stage], false, query);
-    if constexpr (Moves::kV) issue_score_product<kHeadDim>(b, shared.tv[0], 0, shared.dout[stage], false, query);
+    if constexpr (Given::kV) issue_score_product<kHeadDim>(b, shared.tv[0], 0, shared.dout[stage], false, query);
     ptx::wgmma_commit();
-    note_marks(*this);
+    has_marks = shared.has_marks[queries.stage];
   }
   __device__ __forceinline__ void hold_scores() {
     ptx::hold(x);
@@ -152,7 +155,7 @@ struct Second : SecondConsumer<Second<T, kHeadDim, kOptions, kHeadDimV, Tangents
     ptx::wgmma_fence();
     issue_accumulate(dv, shared.scores.of_values, shared.dout[stage][group], 0);
     issue_accumulate(dk, shared.scores.f, shared.q[stage][group], 0);
-    if constexpr (Moves::kQ) issue_accumulate(dk, shared.scores.t, shared.tq[stage][group], 0);
+    if constexpr (Given::kQ) issue_accumulate(dk, shared.scores.t, shared.tq[stage][group], 0);
     ptx::wgmma_commit();
   }
   __device__ __forceinline__ void release_queries(int stage) {
@@ -164,7 +167,7 @@ struct Second : SecondConsumer<Second<T, kHeadDim, kOptions, kHeadDimV, Tangents
     ptx::hold(dq);
     ptx::wgmma_fence();
     issue_transposed_product(dq, shared.scores.f[0], shared.k[0][group], 0);
-    if constexpr (Moves::kK) issue_transposed_product(dq, shared.scores.t[0], shared.tk[0][group], 0, true);
+    if constexpr (Given::kK) issue_transposed_product(dq, shared.scores.t[0], shared.tk[0][group], 0, true);
     ptx::wgmma_commit();
   }
   __device__ __forceinline__ void end_dq() {
@@ -176,11 +179,11 @@ struct Second : SecondConsumer<Second<T, kHeadDim, kOptions, kHeadDimV, Tangents
   __device__ __forceinline__ void differentiate(const Work& work, const Walk& now, const Limits& unmasked) {
     hold_scores();
     const int query = group * kOwnQueries, row0 = now.m * kQueries + query;
-    subtract_words_of_step(*this, x, workspace.score, work.b, now.h, row0, query);
-    clear_rows_of_step(*this, dp, query);
-    SecondStep<Second, kScoreTiles>(workspace, shared, queries.stage, query)
-        .run(x, tangents, dp, b, Masking::is_masked(unmasked, row0), work.mask(p), row0, work.key0 + warp_key + g());
-    clear_moved_rows_of_step(*this, x, dp, query);
+    this_step().subtract_words(x, workspace.score, work.b, now.h, row0, query);
+    this_step().clear_rows(dp, query);
+    SecondStep<Given, kScoreTiles, Workspace>(workspace, shared, queries.stage, query)
+        .run(x, tangents, dp, b, Packing::is_masked(unmasked, row0), work.mask(p), row0, work.key0 + warp_key + g());
+    clear_moved_rows(this_step(), x, dp, query);
     pack_scores<T>(of_values, x);
     pack_scores<T>(t_scores, tangents);
     pack_scores<T>(f_scores, dp);
@@ -195,41 +198,35 @@ struct Second : SecondConsumer<Second<T, kHeadDim, kOptions, kHeadDimV, Tangents
   }
 };
 
-template <class Kernel>
-__global__ void __launch_bounds__(Kernel::kThreads, 1)
-    second_kernel(const __grid_constant__ SecondParams p, const __grid_constant__ typename Kernel::Workspace workspace,
-                  const __grid_constant__ SecondMaps maps, const __grid_constant__ TileGrid grid) {
-  run_backward<Kernel>(p, workspace, maps, grid);
-}
-
 // The kernel for a class of head dims.
-template <class T, int kHeadDim, Options kOptions, int kHeadDimV, class Moves>
+template <class T, int kHeadDim, Options kOptions, int kHeadDimV, class Given>
 using SecondOf = std::conditional_t<tile_of<kernel_table::kSm90Second, T, kHeadDim, kOptions, kHeadDimV>().keys == 128,
-                                    SecondApart<T, kHeadDim, kOptions, kHeadDimV, Moves>,
-                                    Second<T, kHeadDim, kOptions, kHeadDimV, Moves>>;
+                                    SecondApart<T, kHeadDim, kOptions, kHeadDimV, Given>,
+                                    Second<T, kHeadDim, kOptions, kHeadDimV, Given>>;
 
 template <class Layout>
 SecondWorkspace<BackwardWorkspace> second_workspace(const SecondParams& p) {
   return {p, BackwardWorkspace(p, Layout::kTileRows, Layout::kTileFloats, Layout::kOrderedParts)};
 }
 
-// Runs a call that has the tangents of Moves.
+// Runs a call that has these tangents.
 template <class T, int kHeadDim, Options kOptions, int kHeadDimV>
 struct SecondRun {
-  template <class Moves>
+  template <class Given>
   static void run(const SecondParams& p) {
-    using Kernel = SecondOf<T, kHeadDim, kOptions, kHeadDimV, Moves>;
-    const auto workspace = second_workspace<typename Kernel::Layout>(p);
+    using Kernel = SecondOf<T, kHeadDim, kOptions, kHeadDimV, Given>;
+    using Layout = typename Kernel::Layout;
+    const auto workspace = second_workspace<Layout>(p);
     prepare_second<T>(p, workspace);
-    launch_backward_main<Kernel>(second_kernel<Kernel>, "sm90 second", p, workspace);
-    launch_dq_finish<typename Kernel::Layout>(p, workspace);
+    launch_backward_main<Kernel>("sm90 second", p, workspace);
+    launch_dq_finish<Layout>(p, workspace);
     launch_dsink(p, workspace, "second (sink)", SecondOfRow{workspace.r});
   }
 };
 
 template <class T, int kHeadDim, Options kOptions, int kHeadDimV>
 size_t second_bytes(const SecondParams& p) {
-  using Layout = typename SecondOf<T, kHeadDim, kOptions, kHeadDimV, Moving<true, true, true>>::Layout;
+  using Layout = typename SecondOf<T, kHeadDim, kOptions, kHeadDimV, GivenTangents<true, true, true>>::Layout;
   return static_cast<size_t>(second_workspace<Layout>(p).bytes);
 }
 

@@ -37,12 +37,12 @@ template <class T, int kHeadDim, Options kOptions, int kHeadDimV, class Tangents
 struct SecondApart : PingPong, SecondConsumer<SecondApart<T, kHeadDim, kOptions, kHeadDimV, TangentsGiven>> {
   static_assert(kOptions == kPlain && kHeadDim == 64 && kHeadDimV == 64);
   using Element = T;
-  using Moves = TangentsGiven;
+  using Given = TangentsGiven;
   using Visibility = ArithmeticQueries;
   using Work = BackwardWork;
   using Heads = WholeGroups;
   using Walk = QueryWalk<true>;
-  using Gradients = SecondGradients<Moves>;
+  using Gradients = SecondGradients<Given>;
   using Dropping = NoBackwardDropout;
   using Workspace = typename Gradients::Workspace;
   using Maps = SecondMaps;
@@ -54,7 +54,7 @@ struct SecondApart : PingPong, SecondConsumer<SecondApart<T, kHeadDim, kOptions,
   static constexpr int kBlocks = 1, kColumns = kHeadDim, kDoutStages = kStages, kDqParts = 2;
   static constexpr int kWorkStages = kSecondWorkStages, kThreads = 3 * kGroupThreads, kWarps = 8, kSectionHeads = 16;
   static constexpr int kPanels = 1, kTiles = 8, kSteps = 4, kDqTiles = 8;
-  using Masking = PackedScores<T, kQueries, false>;
+  using Packing = PackedScores<T, kQueries, false>;
   using Scores = float[kTiles][4];
   using Dq = float[kDqTiles][4];
   struct Products {
@@ -77,7 +77,7 @@ struct SecondApart : PingPong, SecondConsumer<SecondApart<T, kHeadDim, kOptions,
   RingPosition<kWorkStages> works;
   uint32_t key_parity = 0;
   RingPosition<kStages> queries;  // the stage whose scores were computed last
-  int has_marks = 0;              // note_marks
+  int has_marks = 0;              // BackwardStep
   float dk[kTiles][4], dv[kTiles][4];
   Packed of_values;  // the weights of dv
 
@@ -93,6 +93,9 @@ struct SecondApart : PingPong, SecondConsumer<SecondApart<T, kHeadDim, kOptions,
     if (group == 1) pass_phase();
     SecondConsumer<SecondApart>::compute_tiles();
   }
+  __device__ __forceinline__ auto this_step() const {
+    return BackwardStep<Shared, Workspace>{p, workspace, shared, queries.stage, has_marks, group, warp_key};
+  }
   __device__ __forceinline__ void write_keys(const Work& work) const {
     const int key = work.key0 + group * 64 + warp_key;
     store_keys<T>(p.dk, work, key, dk, workspace.gradient_scale, p.head_dim);
@@ -104,7 +107,7 @@ struct SecondApart : PingPong, SecondConsumer<SecondApart<T, kHeadDim, kOptions,
   // A warpgroup needs no barrier of its own for its T and F in shared memory. await_phase comes between writing and
   // reading them, and the barrier in `write` between reading and overwriting them.
   __device__ __forceinline__ void walk_queries(const Work& work) {
-    const Limits unmasked = uniform(Masking::unmasked_queries(p, work.mask(p), work.key0 + group * 64, 64));
+    const Limits unmasked = uniform(Packing::unmasked_queries(p, work.mask(p), work.key0 + group * 64, 64));
     ptx::barrier_wait(&shared.k_full[0], key_parity);
     ptx::barrier_wait(&shared.v_full[0], key_parity);
     key_parity ^= 1;
@@ -161,9 +164,9 @@ struct SecondApart : PingPong, SecondConsumer<SecondApart<T, kHeadDim, kOptions,
     ptx::hold(tangents);
     ptx::wgmma_fence();
     issue_score_product<kHeadDim>(x, shared.k[0], group * 64, shared.q[stage]);
-    if constexpr (Moves::kQ) issue_score_product<kHeadDim>(tangents, shared.k[0], group * 64, shared.tq[stage]);
-    if constexpr (Moves::kK) {
-      issue_score_product<kHeadDim>(tangents, shared.tk[0], group * 64, shared.q[stage], Moves::kQ);
+    if constexpr (Given::kQ) issue_score_product<kHeadDim>(tangents, shared.k[0], group * 64, shared.tq[stage]);
+    if constexpr (Given::kK) {
+      issue_score_product<kHeadDim>(tangents, shared.tk[0], group * 64, shared.q[stage], Given::kQ);
     }
     ptx::wgmma_commit();
   }
@@ -174,9 +177,9 @@ struct SecondApart : PingPong, SecondConsumer<SecondApart<T, kHeadDim, kOptions,
     ptx::hold(b);
     ptx::wgmma_fence();
     issue_score_product<kHeadDim>(dp, shared.v[0], group * 64, shared.dout[stage]);
-    if constexpr (Moves::kV) issue_score_product<kHeadDim>(b, shared.tv[0], group * 64, shared.dout[stage]);
+    if constexpr (Given::kV) issue_score_product<kHeadDim>(b, shared.tv[0], group * 64, shared.dout[stage]);
     ptx::wgmma_commit();
-    note_marks(*this);
+    has_marks = shared.has_marks[queries.stage];
   }
   // The products of the gradients, of the step whose scores `differentiate` has left: one group.
   __device__ __forceinline__ void multiply_gradients(Dq& dq, int stage) {
@@ -186,9 +189,9 @@ struct SecondApart : PingPong, SecondConsumer<SecondApart<T, kHeadDim, kOptions,
     ptx::wgmma_fence();
     issue_accumulate(dv, of_values, shared.dout[stage]);
     issue_accumulate(dk, shared.scores.f[group], shared.q[stage][0], 0);
-    if constexpr (Moves::kQ) issue_accumulate(dk, shared.scores.t[group], shared.tq[stage][0], 0);
+    if constexpr (Given::kQ) issue_accumulate(dk, shared.scores.t[group], shared.tq[stage][0], 0);
     issue_transposed_product(dq, shared.scores.f[group][0], own_keys(shared.k[0]), 0);
-    if constexpr (Moves::kK) issue_transposed_product(dq, shared.scores.t[group][0], own_keys(shared.tk[0]), 0, true);
+    if constexpr (Given::kK) issue_transposed_product(dq, shared.scores.t[group][0], own_keys(shared.tk[0]), 0, true);
     ptx::wgmma_commit();
   }
   __device__ __forceinline__ const T (&own_keys(const typename Shared::KeyTile& tile) const)[64][kPanelColumns] {
@@ -210,15 +213,15 @@ struct SecondApart : PingPong, SecondConsumer<SecondApart<T, kHeadDim, kOptions,
     ptx::wgmma_wait<0>();
     for (Scores* scores : {&x, &tangents, &dp, &b}) ptx::hold(*scores);
     const int row0 = now.m * kQueries;
-    subtract_words_of_step(*this, x, workspace.score, work.b, now.h, row0);
-    clear_rows_of_step(*this, dp);
-    SecondStep<SecondApart, kTiles>(workspace, shared, queries.stage, 0)
-        .run(x, tangents, dp, b, Masking::is_masked(unmasked, row0), work.mask(p), row0,
+    this_step().subtract_words(x, workspace.score, work.b, now.h, row0);
+    this_step().clear_rows(dp);
+    SecondStep<Given, kTiles, Workspace>(workspace, shared, queries.stage, 0)
+        .run(x, tangents, dp, b, Packing::is_masked(unmasked, row0), work.mask(p), row0,
              work.key0 + group * 64 + warp_key + g());
-    clear_moved_rows_of_step(*this, x, dp, 0);
+    clear_moved_rows(this_step(), x, dp, 0);
     pack_scores<T>(of_values, x);
     Packed packed;
-    if constexpr (Moves::kLogits) {
+    if constexpr (Given::kLogits) {
       pack_scores<T>(packed, tangents);
       store_panels(shared.scores.t[group], warp_key, packed);
     }

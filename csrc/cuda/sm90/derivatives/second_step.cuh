@@ -2,12 +2,13 @@
 // arithmetic of a step.
 #pragma once
 
-#include "cuda/sm90/derivatives/moving.cuh"
+#include "cuda/sm90/derivatives/given_tangents.cuh"
 #include "cuda/sm90/shared/backward_dropout.cuh"
 #include "cuda/sm90/shared/backward_heads.cuh"
 #include "cuda/sm90/shared/backward_step.cuh"
 #include "cuda/sm90/shared/backward_visibility.cuh"
 #include "cuda/sm90/shared/dq_adder.cuh"
+#include "cuda/sm90/shared/packed_scores.cuh"
 #include "cuda/stages/second_scores.cuh"
 #include "cuda/stages/second_workspace.cuh"
 
@@ -21,32 +22,30 @@ struct SecondMaps : BackwardMaps {
 
 // What the producer and the adder of a backward (backward_step.cuh) do besides in second derivatives, as policies of
 // scores in backward_gradients.cuh.
-template <class Moves>
+template <class Given>
 struct SecondGradients {
   using Workspace = SecondWorkspace<BackwardWorkspace>;
   using Maps = SecondMaps;
-  static constexpr int kCopies = Moves::kQ ? 2 : 1, kAdders = 1;
+  static constexpr int kCopies = Given::kQ ? 2 : 1, kAdders = 1;
   static constexpr bool kHasBias = false, kHasCentres = false, kBatchesTogether = false;
-  template <class Kernel>
-  using Adder = DqAdder<Kernel>;
 
   static void set_more_maps(const SecondParams& p, Maps* maps, int queries, int keys) {
     const AttnParams& tangents = p.tangents;
-    if (Moves::kQ) maps->tq = query_map(p, tangents.q, p.head_dim, queries);
-    if (Moves::kK) maps->tk = key_map(p, tangents.k, p.head_dim, keys);
-    if (Moves::kV) maps->tv = key_map(p, tangents.v, p.head_dim_v, keys);
+    if (Given::kQ) maps->tq = query_map(p, tangents.q, p.head_dim, queries);
+    if (Given::kK) maps->tk = key_map(p, tangents.k, p.head_dim, keys);
+    if (Given::kV) maps->tv = key_map(p, tangents.v, p.head_dim_v, keys);
   }
   static __device__ __forceinline__ void prefetch_map(const Maps&) {}
   template <class Shared>
   static __device__ __forceinline__ void load_keys(Shared& shared, int stage, const Maps& maps, int row, int hk,
                                                    int batch) {
-    if constexpr (Moves::kK) load_panels(shared.tk[stage], shared.k_full[stage], maps.tk, row, hk, batch);
-    if constexpr (Moves::kV) load_panels(shared.tv[stage], shared.v_full[stage], maps.tv, row, hk, batch);
+    if constexpr (Given::kK) load_panels(shared.tk[stage], shared.k_full[stage], maps.tk, row, hk, batch);
+    if constexpr (Given::kV) load_panels(shared.tv[stage], shared.v_full[stage], maps.tv, row, hk, batch);
   }
   template <class Shared>
   static __device__ __forceinline__ void load_queries(Shared& shared, int stage, const Maps& maps, int row, int h,
                                                       int batch, int) {
-    if constexpr (Moves::kQ) load_panels(shared.tq[stage], shared.q_full[stage], maps.tq, row, h, batch);
+    if constexpr (Given::kQ) load_panels(shared.tq[stage], shared.q_full[stage], maps.tq, row, h, batch);
   }
   template <class Shared>
   static __device__ __forceinline__ void load_rows(Shared& shared, int stage, const AttnGradParams& params,
@@ -85,44 +84,40 @@ struct SecondShared {
 };
 
 // F and the weights of dv of rows with one weight become 0: the tangent of a row's only logit is that of lse.
-template <class Kernel, int N>
-__device__ __forceinline__ void clear_moved_rows_of_step(const Kernel& kernel, float (&of_values)[N][4],
-                                                         float (&f)[N][4], int query) {
-  clear_rows_of_step(kernel, of_values, query);
-  clear_rows_of_step(kernel, f, query);
+template <class Step, int N>
+__device__ __forceinline__ void clear_moved_rows(const Step& step, float (&of_values)[N][4], float (&f)[N][4],
+                                                 int query) {
+  step.clear_rows(of_values, query);
+  step.clear_rows(f, query);
 }
 
 // The arithmetic of a lane on the scores of a step, transposed: rows are keys, columns the step's queries from `query`
 // on. x, tangents, dp and b are in the order of PlainSecond; they become the weights of dv, T and F, in x, tangents and
 // dp.
-template <class Kernel, int kTiles>
+template <class Given, int kTiles, class Workspace>
 struct SecondStep {
-  using Moves = typename Kernel::Moves;
   using Scores = float[kTiles][4];
-  static constexpr int kScoreTiles = kTiles;
 
-  // What PlainSecond takes for a kernel, and for dropout.
-  const typename Kernel::Workspace& workspace;
-  const float *lse, *delta, *r, *tlse;
-  static __device__ __forceinline__ int score_query() { return 0; }
+  // What PlainSecond takes for a step, and for dropout.
+  const Workspace& workspace;
+  const SecondRows rows;
+  static constexpr int query = 0;
   struct KeepsAll {
     __device__ __forceinline__ void draw(int) {}
     __device__ __forceinline__ bool keeps(int, int, int) const { return true; }
   };
 
-  __device__ __forceinline__ SecondStep(const typename Kernel::Workspace& workspace,
-                                        const typename Kernel::Shared& shared, int stage, int query)
+  template <class Shared>
+  __device__ __forceinline__ SecondStep(const Workspace& workspace, const Shared& shared, int stage, int query)
       : workspace(workspace),
-        lse(shared.lse[stage] + query),
-        delta(shared.delta[stage] + query),
-        r(shared.r[stage] + query),
-        tlse(shared.tlse[stage] + query) {}
+        rows{shared.lse[stage] + query, nullptr, shared.delta[stage] + query, shared.r[stage] + query,
+             shared.tlse[stage] + query} {}
 
   // row0, key: the first query, and the lane's first key.
   __device__ __forceinline__ void run(Scores& x, Scores& tangents, Scores& dp, Scores& b, bool is_masked,
                                       const Mask32& mask, int row0, int key) const {
-    if constexpr (!Moves::kLogits) set_zero(tangents);
-    if constexpr (!Moves::kV) set_zero(b);
+    if constexpr (!Given::kLogits) set_zero(tangents);
+    if constexpr (!Given::kV) set_zero(b);
     if (is_masked) {
       differentiate_twice<true>(x, tangents, dp, b, SeenBy<1>(mask, row0 + 2 * t(), key));
     } else {
@@ -136,7 +131,7 @@ struct SecondStep {
                                                       const SeenBy<1>& seen_by) const {
     using Tile = float[1][kTiles][4];
     KeepsAll dropping;
-    PlainSecond().template differentiate_twice<kMasked>(*this, 0, 0, reinterpret_cast<Tile&>(x),
+    PlainSecond().template differentiate_twice<kMasked>(*this, rows, reinterpret_cast<Tile&>(x),
                                                         reinterpret_cast<Tile&>(tangents), reinterpret_cast<Tile&>(dp),
                                                         reinterpret_cast<Tile&>(b), seen_by, dropping);
   }
@@ -149,9 +144,9 @@ struct SecondConsumer {
 
   template <class Shared>
   static __device__ void init(Shared& shared, const AttnGradParams&) {
-    using Moves = typename Kernel::Moves;
-    ptx::barrier_init(&shared.k_full[0], Moves::kK ? 2 : 1);
-    ptx::barrier_init(&shared.v_full[0], Moves::kV ? 2 : 1);
+    using Given = typename Kernel::Given;
+    ptx::barrier_init(&shared.k_full[0], Given::kK ? 2 : 1);
+    ptx::barrier_init(&shared.v_full[0], Given::kV ? 2 : 1);
     ptx::barrier_init(&shared.keys_empty[0], Kernel::kWarps);
     for (int i = 0; i < Kernel::kStages; ++i) {
       ptx::barrier_init(&shared.q_full[i], kQueryArrivals<typename Kernel::Gradients>);
@@ -204,7 +199,7 @@ struct SecondConsumer {
     if (rows >= Kernel::kQueries || !self().p.is_varlen()) return;
     clear_rows(shared.q[stage], rows, thread(), kGroupThreads);
     clear_rows(shared.dout[stage], rows, thread(), kGroupThreads);
-    if constexpr (Kernel::Moves::kQ) clear_rows(shared.tq[stage], rows, thread(), kGroupThreads);
+    if constexpr (Kernel::Given::kQ) clear_rows(shared.tq[stage], rows, thread(), kGroupThreads);
     ptx::fence_async_shared();
     ptx::named_barrier_sync(kGroupCleared + self().group, kGroupThreads);
   }
@@ -215,7 +210,7 @@ struct SecondConsumer {
     const int rows = work.length_k - work.key0, thread = static_cast<int>(threadIdx.x) - kGroupThreads;
     if (rows >= Kernel::kKeys || !self().p.is_varlen()) return;
     clear_rows(shared.k[0], rows, thread, 2 * kGroupThreads);
-    if constexpr (Kernel::Moves::kK) clear_rows(shared.tk[0], rows, thread, 2 * kGroupThreads);
+    if constexpr (Kernel::Given::kK) clear_rows(shared.tk[0], rows, thread, 2 * kGroupThreads);
     ptx::fence_async_shared();
     ptx::named_barrier_sync(kKeysCleared, 2 * kGroupThreads);
   }

@@ -35,6 +35,8 @@ struct PackedForward : Forward<T, kHeadDim, kHeadDim, TileOfRow, PackedPolicies>
   using Base::out, Base::p, Base::shared, Base::softmax, Base::warp_row;
   using typename Base::Element, typename Base::Generator, typename Base::Score, typename Base::Shared,
       typename Base::Visibility, typename Base::Work;
+  using Params = DecodeParams;
+  using Grid = PackedGrid;
   static constexpr int kBlockRows = decode::kBlockRows, kTileBlocks = kQueries / kBlockRows;
   static constexpr int kGroupBlocks = kTileBlocks / kGroups;
 
@@ -126,7 +128,7 @@ struct PackedForward : Forward<T, kHeadDim, kHeadDim, TileOfRow, PackedPolicies>
 
   __device__ PackedForward(Shared& shared, const AttnParams& params, const Score& score, int group,
                            const PackedGrid& grid)
-      : Base(shared, params, score, group), grid(grid) {}
+      : Base(shared, params, score, group, grid), grid(grid) {}
 
   // Calls body(work, keys) for every work of this thread block; keys: the run that begins with the first key of the
   // sequence. The row tiles of a part are adjacent works, which read the same keys at the same time.
@@ -180,7 +182,7 @@ struct PackedForward : Forward<T, kHeadDim, kHeadDim, TileOfRow, PackedPolicies>
       work.row0 = (member < plan.group ? block % head_blocks * kBlockRows : work.length_q) - warp_row;
       set_zero(out);
       softmax.start(-infinity());
-      if (work.sees_keys()) Visibility::compute_tile(*this, work, generator);
+      if (work.sees_keys()) this->compute_tile(work, generator);
       if (slot >= 0) {
         float sink_shrink[2] = {1, 1};
         if (place.is_first && p.has_sink) softmax.end(head_sink(p, work.h), 1, sink_shrink);
@@ -211,13 +213,6 @@ struct PackedForward : Forward<T, kHeadDim, kHeadDim, TileOfRow, PackedPolicies>
   }
 };
 
-template <class Kernel>
-__global__ void __launch_bounds__(Kernel::kThreads, 1)
-    packed_kernel(const __grid_constant__ DecodeParams p, const __grid_constant__ typename Kernel::Maps maps,
-                  const __grid_constant__ PackedGrid grid, const __grid_constant__ typename Kernel::Score score) {
-  run_forward<Kernel>(p, maps, grid, score, grid);
-}
-
 template <class T, int kHeadDim, Options kOptions, int kHeadDimV>
 void packed(const DecodeParams& p, const decode::Plan& plan) {
   static_assert(kHeadDim == kHeadDimV && kOptions == kPlain);
@@ -232,9 +227,7 @@ void packed(const DecodeParams& p, const decode::Plan& plan) {
   PackedGrid grid{};
   grid.tiles = plan.blocks;
   grid.plan = plan;
-  launch_early(packed_kernel<Kernel>, "sm90 packed", p,
-               dim3(static_cast<unsigned>(std::min(plan.blocks, multiprocessors()))), Kernel::kThreads,
-               kSharedBytesOf<Kernel>, p, maps, grid, Kernel::Score::of(p));
+  launch_forward_kernel<Kernel>("sm90 packed", p, plan.blocks, maps, grid);
 }
 
 }  // namespace flashattn_ext::sm90

@@ -43,18 +43,18 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
                        kWarps = kGroups * 4;  // kWarps: a team
   static constexpr int kPanels = panels(Operands::kColumns);
   static constexpr int kScoreTiles = kKeys / 8, kOutTiles = kHeadDimV / 8, kSteps = Operands::kSteps;
-  using Visibility = typename Policies::template Visibility<Forward, kGroups>;
-  using Scores = typename Policies::template Scores<T, kKeys>;
+  using Visibility = typename Policies::template Visibility<kKeys, kGroups, kTile.teams()>;
+  using Scoring = typename Policies::template Scoring<T, kKeys>;
   using Dropping = typename Policies::template Dropping<kSteps>;
   using Generator = typename Dropping::Generator;
-  using Maps = typename Scores::Maps;
-  using Score = typename Scores::Rule;
+  using Maps = typename Scoring::Maps;
+  using Score = typename Scoring::Rule;
   using KeyWalk = typename Visibility::Walk;
   static constexpr bool kMasks = Policies::kMasks, kLists = Policies::kLists, kFinds = kMasks && !kLists;
   static constexpr int kMaskStages = kMasks ? kStages : 0, kFoundStages = kFinds ? kStages : 0;
   static constexpr bool kTurnsOfValues = kGroups > 2;  // with kInTurn
   static constexpr bool kClearsTail = !Operands::kZeroRows, kTailsOfCaches = Policies::kTailsOfCaches;
-  static constexpr int kBiasTiles = Scores::kTileStages;
+  static constexpr int kBiasTiles = Scoring::kTileStages;
   static constexpr int kRowStages = Operands::kRowStages, kTransposers = kRowStages > 0 ? kTransposingWarps : 0;
 
   // Warpgroups of one team share query tiles, warps of the producer warpgroup, and a Shared.
@@ -65,8 +65,10 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
       (kPanels + kOutPanels) * kQueries * 128 +
       kStages * static_cast<int>(kPanels * kKeys * 128 + sizeof(typename Operands::Values));
   static constexpr bool kStoresByTma = std::is_same_v<Chunking, NoChunks> && !Policies::kTailsOfCaches && !kFinds &&
-                                       kBiasTiles == 0 && !Scores::kIsFp8 && kTileBytes + kOtherBytes <= kSharedBytes;
+                                       kBiasTiles == 0 && !Scoring::kIsFp8 && kTileBytes + kOtherBytes <= kSharedBytes;
 
+  using Params = AttnParams;  // these two of the kernel function; derived types have their own
+  using Grid = TileGrid;
   using Work = ForwardWork;
   using SeenWork = typename Chunking::Work;
   using KeyTile = std::conditional_t<kLists, MaskBlock, sm90::KeyTile<kGroups>>;
@@ -110,7 +112,7 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
   template <class Take, class Body>
   static __device__ __forceinline__ void each_work(const AttnParams& p, const TileGrid& grid, const Take& take,
                                                    const Body& body, int team = 0) {
-    each_forward_work<kQueries, kKeys, Scores::kBatchesTogether, Visibility::kTakesLate>(
+    each_forward_work<kQueries, kKeys, Scoring::kBatchesTogether, Visibility::kTakesLate>(
         p, grid, static_cast<int>(team * gridDim.x + blockIdx.x), take, body);
   }
 
@@ -192,12 +194,12 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
   Dropping dropping;
   Chunking chunking;
   OnlineSoftmax<> softmax;
-  Scores scoring;
+  Scoring scoring;
   float shrink[2];                       // the factors for `out` before the next values are added
   const CUtensorMap* out_map = nullptr;  // set with kStoresByTma; nullptr: warps store their rows themselves
 
   // group: among those of the thread block.
-  __device__ Forward(Shared& shared, const AttnParams& params, const Score& score, int group)
+  __device__ Forward(Shared& shared, const AttnParams& params, const Score& score, int group, const TileGrid&)
       : shared(shared),
         p(params),
         team(kTeams == 1 ? 0 : uniform(team_of_warp(static_cast<int>(threadIdx.x) / 32))),
@@ -210,15 +212,12 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
   }
   __device__ __forceinline__ int ping_pong() const { return kForwardPingPong + team * kGroups; }
 
-  // A step, as score policies take it, and the biases of this warp's scores in it.
-  struct Step {
-    const SeenWork& work;
-    int n;
-  };
-  template <class Bias>
-  __device__ __forceinline__ Bias bias(const Step& step) const {
-    const SeenWork& work = step.work;
-    return Bias(p, work.b, work.h, work.mask(p), work.row0 + warp_row, step.n * kKeys);
+  // Of this warp's scores against key tile n.
+  __device__ __forceinline__ auto bias_place(const SeenWork& work, int n) const {
+    return BiasPlace{work.b, work.h, work.mask(p), work.row0 + warp_row, n * kKeys};
+  }
+  __device__ __forceinline__ auto begin_scores(const SeenWork& work, int n) {
+    return scoring.begin(p, [&] { return bias_place(work, n); }, shared, warp_row);
   }
   // The scores as tiles of one row tile, as functions of all architectures take them.
   __device__ __forceinline__ auto& score_tile() { return reinterpret_cast<float (&)[1][kScoreTiles][4]>(scores); }
@@ -229,7 +228,7 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
     for (Work work = receive_work(shared, &work_parity); work.exists(); work = receive_work(shared, &work_parity)) {
       generator.start_tile(p, work.b);
       start_tile(work);
-      if (work.sees_keys()) Visibility::compute_tile(*this, work, generator);
+      if (work.sees_keys()) this->compute_tile(work, generator);
       finish_tile(work);
     }
     if constexpr (kStoresByTma) ptx::bulk_wait<0>();
@@ -242,12 +241,12 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
     // Keys that every row of the warp sees; tiles with other keys are masked.
     const Limits unmasked{mask.keys_of(row + 15, row + 16).begin, mask.keys_of(row, row + 1).end};
     if constexpr (Operands::kInTurn) return compute_steps_in_turn(work, walk, unmasked);
-    Visibility::await_keys(*this);
+    Visibility::await_keys(shared, k);
     this->await_phase();
     score_product<Operands::kColumns, uint64_t>(scores, shared.q, group * 64, shared.k[k.stage]);
     this->pass_phase(group);
-    const auto begun = scoring.begin(*this, Step{work, n});
-    Visibility::begin(*this, work, walk);
+    const auto begun = begin_scores(work, n);
+    Visibility::begin(shared, p, k, warp_row, walk);
     ptx::wgmma_wait<0>();
     ptx::hold(scores);
     this->end_keys(Visibility::is_last(walk));
@@ -258,16 +257,16 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
     if (Visibility::kResumes || Operands::kDefersRescaling) operands.rescale(out, shrink);
     pack_weights();
     if (n == work.last) this->clear_tail_of_values(work);
-    if (Visibility::has_next(*this, walk)) {
+    if (Visibility::has_next(shared, k, group, walk)) {
       for (Visibility::advance(walk);; Visibility::advance(walk)) {
-        Visibility::await_keys(*this);
+        Visibility::await_keys(shared, k);
         this->await_phase();
         score_product<Operands::kColumns, uint64_t>(scores, shared.q, group * 64, shared.k[k.stage]);
         ptx::barrier_wait(&shared.v_full[v.stage], v.parity);
         operands.accumulate(out, weights, shared.v[v.stage]);
         this->pass_phase(group);
-        const auto begun = scoring.begin(*this, Step{work, n});
-        Visibility::begin(*this, work, walk);
+        const auto begun = begin_scores(work, n);
+        Visibility::begin(shared, p, k, warp_row, walk);
         ptx::wgmma_wait<1>();
         ptx::hold(scores);
         this->end_keys(Visibility::is_last(walk));
@@ -278,7 +277,7 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
         ptx::hold(scores);
         // The loop exits here, before the wait in end_step: within one basic block the compiler would move the wait to
         // before the exponentials, and nothing would overlap the product of the values.
-        if (!Visibility::has_next(*this, walk)) break;
+        if (!Visibility::has_next(shared, k, group, walk)) break;
         end_step(n);
       }
       end_step(n);
@@ -292,12 +291,12 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
   // turns at the products with values instead of those for scores: then their softmaxes begin further apart.
   __device__ __forceinline__ void compute_steps_in_turn(const SeenWork& work, KeyWalk& walk, const Limits& unmasked) {
     for (;; Visibility::advance(walk)) {
-      Visibility::await_keys(*this);
+      Visibility::await_keys(shared, k);
       if constexpr (!kTurnsOfValues) this->await_phase();
       score_product<Operands::kColumns, uint64_t>(scores, shared.q, group * 64, shared.k[k.stage]);
       if constexpr (!kTurnsOfValues) this->pass_phase(group);
-      const auto begun = scoring.begin(*this, Step{work, walk.n});
-      Visibility::begin(*this, work, walk);
+      const auto begun = begin_scores(work, walk.n);
+      Visibility::begin(shared, p, k, warp_row, walk);
       ptx::wgmma_wait<0>();
       ptx::hold(scores);
       this->end_keys(Visibility::is_last(walk));
@@ -310,11 +309,11 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
       if constexpr (kTurnsOfValues) this->pass_phase(group);
       release(shared.v_empty[v.stage]);
       v.advance();
-      if (!Visibility::has_next(*this, walk)) return;
+      if (!Visibility::has_next(shared, k, group, walk)) return;
     }
   }
 
-  __device__ __forceinline__ void skip_more() { scoring.skip(*this); }
+  __device__ __forceinline__ void skip_more() { scoring.skip(shared); }
   __device__ __forceinline__ void clear_values(int rows, int thread, int threads) {
     clear_rows(shared.v[v.stage], rows, thread, threads);
   }
@@ -335,15 +334,15 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
   __device__ __forceinline__ void weigh(const SeenWork& work, const KeyWalk& walk, const Limits& unmasked,
                                         const Begun& begun) {
     const int row = work.row0 + warp_row + g(), key0 = walk.n * kKeys, key = key0 + 2 * t();
-    const Step step{work, walk.n};
-    const auto& rule = scoring.make_logits(*this, score_tile(), step, begun);
+    const auto place = [&] { return bias_place(work, walk.n); };
+    const auto& rule = scoring.make_logits(p, score, score_tile(), place, begun);
     const bool before = (key0 < unmasked.begin), after = (key0 + kKeys > unmasked.end);
     // One branch around both, because most tiles take neither.
     if (before || after) {
       if (before) hide_keys<true, false>(score_tile(), work.mask(p), row, key);
       if (after) hide_keys<false, true>(score_tile(), work.mask(p), row, key);
     }
-    Visibility::hide(*this, walk, row);
+    Visibility::hide(shared, p, warp_row, walk, score_tile(), row);
     const auto keep_shrink = [&](const float (&factors)[2]) {
       shrink[0] = factors[0];
       shrink[1] = factors[1];
@@ -357,7 +356,7 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
     } else {
       softmax.weigh(scores, rule, Operands::kTolerance, keep_shrink, keep_sum);
     }
-    scoring.add_centres(*this, step, 0, scores, sums, shrink);
+    scoring.add_centres(p, place, 0, scores, sums, shrink);
   }
 
   __device__ __forceinline__ void end_step(int n) {
@@ -379,10 +378,10 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
 
   __device__ __forceinline__ void finish_tile(const Work& work) {
     bool poisoned[2] = {false, false};
-    Visibility::take_poisoned(*this, poisoned);
+    Visibility::take_poisoned(shared, work_parity ^ 1, warp_row, poisoned);
 
     float sink_shrink[2] = {1, 1};
-    if (p.has_sink) softmax.end(head_sink(p, work.h), Scores::kWeightScale, sink_shrink);
+    if (p.has_sink) softmax.end(head_sink(p, work.h), Scoring::kWeightScale, sink_shrink);
     const float scale = 256.f / p.dropout_threshold * scoring.value_scale(p, work.b, work.h);
     const int row = work.row0 + warp_row + g(), columns = static_cast<int>(p.head_dim_v);
     const int64_t at = int64_t{work.query_start} + row;
@@ -391,7 +390,7 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
     float factors[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) factors[r] = poisoned[r] ? not_a_number() : scale * sink_shrink[r] / sums[r];
-    if constexpr (Scores::kIsFp8) {
+    if constexpr (Scoring::kIsFp8) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         store_row_of_fp8(p, work.b, work.h, at + 8 * r, out, r, factors[r], zero[r], exist[r], columns);
@@ -399,7 +398,7 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
     } else if (!store_by_tma(work, factors, exist[1] && !zero[0] && !zero[1])) {
       store_rows(row_pointer<T>(p.out, work.b, work.h, at), 8 * p.out.row_stride, out, factors, zero, exist, columns);
     }
-    constexpr float kTotal = 1 / Scores::kWeightScale;
+    constexpr float kTotal = 1 / Scoring::kWeightScale;
     softmax.write(p, work.b, work.h, at, {sums[0] * kTotal, sums[1] * kTotal}, exist);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -419,11 +418,13 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
   }
 };
 
-// others: further arguments of the consumers.
-template <class Kernel, class... Others>
-__device__ __forceinline__ void run_forward(const AttnParams& p, const typename Kernel::Maps& maps,
-                                            const TileGrid& grid, const typename Kernel::Score& score,
-                                            const Others&... others) {
+// Kernel: Forward, or a type derived from it that each_work and Loader give other works (invariant/, few_rows/).
+template <class Kernel>
+__global__ void __launch_bounds__(Kernel::kThreads, 1)
+    forward_kernel(const __grid_constant__ typename Kernel::Params p,
+                   const __grid_constant__ typename Kernel::Maps maps,
+                   const __grid_constant__ typename Kernel::Grid grid,
+                   const __grid_constant__ typename Kernel::Score score) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) unsigned char memory[];
   auto* const teams = reinterpret_cast<typename Kernel::Shared*>(memory);
@@ -434,7 +435,7 @@ __device__ __forceinline__ void run_forward(const AttnParams& p, const typename 
     for (int team = 0; team < Kernel::kTeams; ++team) init_barriers<Kernel>(teams[team]);
     ptx::fence_barrier_init();
   }
-  for (int team = 0; team < Kernel::kTeams; ++team) Kernel::Visibility::clear(teams[team]);
+  for (int team = 0; team < Kernel::kTeams; ++team) Kernel::Visibility::clear(teams[team], Kernel::kThreads);
   ptx::wait_for_previous_kernel();
   __syncthreads();
   typename Kernel::Shared& in_memory = teams[Kernel::team_of_warp(static_cast<int>(threadIdx.x) / 32)];
@@ -444,20 +445,23 @@ __device__ __forceinline__ void run_forward(const AttnParams& p, const typename 
   if (threadIdx.x < kGroupThreads) {
     ptx::give_registers<Kernel::kRegisters.producer>();
     Kernel::Visibility::template load<Kernel>(shared, p, maps, grid);
+    if constexpr (Kernel::kTransposers) transpose_values<Kernel>(shared);
   } else {
     ptx::take_registers<Kernel::kRegisters.consumer>();
-    Kernel kernel(shared, p, score, uniform(static_cast<int>(threadIdx.x) / kGroupThreads) - 1, others...);
+    Kernel kernel(shared, p, score, uniform(static_cast<int>(threadIdx.x) / kGroupThreads) - 1, grid);
     if constexpr (Kernel::kStoresByTma) kernel.out_map = maps.has_out ? &maps.out : nullptr;
     kernel.compute_tiles();
   }
 #endif
 }
 
-template <class Kernel>
-__global__ void __launch_bounds__(Kernel::kThreads, 1)
-    forward_kernel(const __grid_constant__ AttnParams p, const __grid_constant__ typename Kernel::Maps maps,
-                   const __grid_constant__ TileGrid grid, const __grid_constant__ typename Kernel::Score score) {
-  run_forward<Kernel>(p, maps, grid, score);
+// name: of the kernel, in errors. tiles: or other works; a thread block takes several.
+template <class Kernel, class Maps, class Grid>
+void launch_forward_kernel(const char* name, const typename Kernel::Params& p, int64_t tiles, const Maps& maps,
+                           const Grid& grid) {
+  const int64_t blocks = std::min<int64_t>(tiles, multiprocessors());
+  launch_early(forward_kernel<Kernel>, name, p, row_of_blocks(blocks, name, p), Kernel::kThreads,
+               Kernel::kTeams * kSharedBytesOf<Kernel>, p, maps, grid, Kernel::Score::of(p));
 }
 
 template <class Kernel>
@@ -470,19 +474,13 @@ void launch_forward(const AttnParams& p) {
     maps.has_out = rows_are_aligned(p.out, p.head_dim_v, Kernel::kElementBytes);
     if (maps.has_out) maps.out = query_map(p, p.out, p.head_dim_v, kOutRows);
   }
-  Kernel::Scores::set_bias_map(p, &maps, Kernel::kQueries);
+  Kernel::Scoring::set_bias_map(p, &maps, Kernel::kQueries);
   const int64_t blocks = tile_count(p.seqlen_q, Kernel::kQueries), heads = p.batch * p.heads_q, all = blocks * heads;
-  const int64_t processors = multiprocessors();
-  int* const taken = takes_tiles<Kernel>(p, all) ? static_cast<int*>(p.workspace) : nullptr;
-  const TileGrid grid{forward_order(p, blocks, Kernel::kElementBytes, Kernel::Scores::kBatchesTogether ? p.batch : 1),
+  int* const taken = takes_tiles(p, all, Kernel::kMasks) ? static_cast<int*>(p.workspace) : nullptr;
+  const TileGrid grid{forward_order(p, blocks, Kernel::kElementBytes, Kernel::Scoring::kBatchesTogether ? p.batch : 1),
                       static_cast<int>(all), taken};
-  if constexpr (Operands::kPrepares) {
-    Operands::prepare(p, taken);
-  } else if (taken) {
-    zero_taken(p, taken);
-  }
-  launch_early(forward_kernel<Kernel>, "sm90 forward", p, row_of_blocks(std::min(all, processors), "sm90 forward", p),
-               Kernel::kThreads, Kernel::kTeams * kSharedBytesOf<Kernel>, p, maps, grid, Kernel::Score::of(p));
+  Operands::prepare(p, taken);
+  launch_forward_kernel<Kernel>("sm90 forward", p, all, maps, grid);
 }
 
 template <class T, int kHeadDim, Options kOptions, int kHeadDimV>

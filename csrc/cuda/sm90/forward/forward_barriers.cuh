@@ -19,7 +19,7 @@ __device__ __forceinline__ void init_barriers(typename Kernel::Shared& shared) {
   }
   for (ptx::Barrier& barrier : shared.rows_full) ptx::barrier_init(&barrier, 1);
   for (ptx::Barrier& barrier : shared.rows_empty) ptx::barrier_init(&barrier, Kernel::kTransposers);
-  BiasTileLoader<Kernel::kBiasTiles>::template init<Kernel>(shared);
+  BiasTileLoader<Kernel::kBiasTiles>::init(shared, Kernel::kWarps);
   Kernel::Visibility::init(shared);
   ptx::barrier_init(&shared.work_full, 1);
   ptx::barrier_init(&shared.work_empty, Kernel::kWarps + Kernel::kTransposers);

@@ -4,8 +4,8 @@
 #pragma once
 
 #include "cuda/host/tensor_map.h"
+#include "cuda/score/block_mask.cuh"
 #include "cuda/sm90/forward/forward_mask.cuh"
-#include "cuda/sm90/shared/block_runs.cuh"
 #include "cuda/stages/tile_order.cuh"
 #include "cuda/tile/ring.cuh"
 #include "cuda/tile/warp.cuh"
@@ -46,7 +46,7 @@ struct SeenKeys {
 // Loads the tiles of runs of blocks. All lanes of the warp call it; one starts the copies.
 template <class Kernel, class Maps>
 struct ListedKeyLoader {
-  using Work = typename Kernel::Work;
+  using Work = ForwardWork;
   static constexpr int kKeys = Kernel::kKeys, kTiles = kTilesOfBlock<kKeys>;
   static_assert(Kernel::kQueries == kBlockSide);
 
@@ -160,18 +160,19 @@ struct ListedKeyLoader {
 };
 
 // The inspecting warps.
-template <class Kernel>
-__device__ __forceinline__ void inspect_listed_values(typename Kernel::Shared& shared, const AttnParams& p, int warp) {
-  inspect_values<Kernel>(shared, warp, [&](const PartialValues& tile, const auto&, int i, const auto& visit) {
-    const PartialBlock block(p, tile.bits);
-    const int key = tile.n * Kernel::kKeys + i, column = place_in_block<Kernel::kKeys>(tile.n) + i;
-    const Limits rows = Mask32(p, p.seqlen_q, p.seqlen_k).rows_of(key, key + 1);
-    const int end = min(rows.end - tile.row0, kBlockSide);
+template <class Operands, int kInspectors, int kStages, int kKeys, class Shared>
+__device__ __forceinline__ void inspect_listed_values(Shared& shared, const AttnParams& p, int warp) {
+  inspect_values<Operands, kInspectors, kStages>(
+      shared, warp, [&](const PartialValues& tile, const auto&, int i, const auto& visit) {
+        const PartialBlock block(p, tile.bits);
+        const int key = tile.n * kKeys + i, column = place_in_block<kKeys>(tile.n) + i;
+        const Limits rows = Mask32(p, p.seqlen_q, p.seqlen_k).rows_of(key, key + 1);
+        const int end = min(rows.end - tile.row0, kBlockSide);
 #pragma unroll 1
-    for (int row = max(rows.begin - tile.row0, 0); row < end; ++row) {
-      if (block.sees(row, column)) visit(row);
-    }
-  });
+        for (int row = max(rows.begin - tile.row0, 0); row < end; ++row) {
+          if (block.sees(row, column)) visit(row);
+        }
+      });
 }
 
 }  // namespace flashattn_ext::sm90

@@ -6,6 +6,7 @@
 #include "cuda/host/tensor_map.h"
 #include "cuda/score/intervals.cuh"
 #include "cuda/score/isolation.cuh"
+#include "cuda/sm90/shared/forward_work.cuh"
 #include "cuda/stages/tile_order.cuh"
 #include "cuda/tile/ring.cuh"
 #include "cuda/tile/warp.cuh"
@@ -18,19 +19,20 @@ struct alignas(8) KeyTile {
   static constexpr int kWarps = 4 * kGroups;
   static constexpr int kSeen = 16, kRun = 20, kSlot = 25, kSlotParity = 27, kLast = 31;
   static constexpr uint32_t kWhole = (1u << kWarps) - 1, kSeenByAll = ((1u << kGroups) - 1) << kSeen;
-  static constexpr uint32_t kPlain = kWhole | kSeenByAll;
+  static constexpr uint32_t kHidesNothing = kWhole | kSeenByAll;
   static_assert(kWarps <= kSeen && kSeen + kGroups <= kRun);
 
   int n;  // its number
   // Below kSeen: for each warp, whether all of its rows see all keys as far as the Mask is concerned. From kSeen on:
   // for each warpgroup, whether rows of it see keys. From kRun on, a number: how many of the following tiles are
-  // contiguous, in descending order, and kPlain, so that the consumers need not read their KeyTile. From kSlot on, for
-  // a partial tile: the slot of its PartialTile, and the parity of the slot. kLast: whether this is the last tile.
+  // contiguous, in descending order, and hide nothing, so that the consumers need not read their KeyTile. From kSlot
+  // on, for a partial tile: the slot of its PartialTile, and the parity of the slot. kLast: whether this is the last
+  // tile.
   uint32_t bits;
 
   __device__ __forceinline__ bool has(int bit) const { return bits >> bit & 1; }
   __device__ __forceinline__ bool is_whole() const { return (bits & kWhole) == kWhole; }
-  __device__ __forceinline__ bool is_plain() const { return (bits & kPlain) == kPlain; }
+  __device__ __forceinline__ bool hides_nothing() const { return (bits & kHidesNothing) == kHidesNothing; }
   __device__ __forceinline__ int run() const { return static_cast<int>(bits >> kRun & 31); }
   __device__ __forceinline__ int slot() const { return static_cast<int>(bits >> kSlot & 3); }
   __device__ __forceinline__ uint32_t slot_parity() const { return bits >> kSlotParity & 1; }
@@ -73,7 +75,7 @@ constexpr int kValueInspectors = 2;
 // All lanes of the warp take part.
 template <class Kernel>
 struct KeyFinder {
-  using Work = typename Kernel::Work;
+  using Work = ForwardWork;
   using KeyTile = typename Kernel::KeyTile;
   static constexpr int kKeys = Kernel::kKeys, kQueries = Kernel::kQueries;
 
@@ -179,7 +181,7 @@ struct KeyFinder {
   __device__ __forceinline__ void mark_runs(KeyTile (&tiles)[32], int count) const {
     const int i = lane();
     bool in_run = false;
-    if (i > 0 && i < count - 1) in_run = tiles[i].is_plain() && tiles[i].n == tiles[i - 1].n - 1;
+    if (i > 0 && i < count - 1) in_run = tiles[i].hides_nothing() && tiles[i].n == tiles[i - 1].n - 1;
     const uint32_t after = __ballot_sync(~0u, in_run) >> i >> 1;
     if (i < count) tiles[i].bits |= static_cast<uint32_t>(__ffs(static_cast<int>(~after)) - 1) << KeyTile::kRun;
     __syncwarp();
@@ -299,15 +301,14 @@ struct FoundKeyLoader {
 // Rows of values of a partial tile that are not finite become zeros (isolation.cuh), and rows of `out` that see them
 // are stored as NaN. warp: index among the inspecting warps. each_row(tile, at, i, visit): calls visit(row) with the
 // rows of the query tile that see key i of the tile, which is at this place of the ring of partial tiles.
-template <class Kernel, class EachRow>
-__device__ __forceinline__ void inspect_values(typename Kernel::Shared& shared, int warp, const EachRow& each_row) {
-  constexpr int kInspectors = Kernel::Visibility::kValueArrivals;
-  for (RingPosition<Kernel::kStages> at;; at.advance()) {
+template <class Operands, int kInspectors, int kStages, class Shared, class EachRow>
+__device__ __forceinline__ void inspect_values(Shared& shared, int warp, const EachRow& each_row) {
+  for (RingPosition<kStages> at;; at.advance()) {
     const auto& tile = shared.partial_tiles[at.stage];
     ptx::barrier_wait(&shared.v_arrived[at.stage], at.parity);
     const int stage = tile.stage;
     if (stage < 0) return;
-    const bool found = Kernel::Operands::template isolate<kInspectors>(shared.v[stage], warp, [&](int i, bool finite) {
+    const bool found = Operands::template isolate<kInspectors>(shared.v[stage], warp, [&](int i, bool finite) {
       if (finite) return;
       each_row(tile, at, i, [&](int row) { shared.poisoned[tile.work_parity][row] = true; });
     });
@@ -318,16 +319,17 @@ __device__ __forceinline__ void inspect_values(typename Kernel::Shared& shared, 
 }
 
 // The same with a Mask.
-template <class Kernel>
-__device__ __forceinline__ void inspect_masked_values(typename Kernel::Shared& shared, const AttnParams& p, int warp) {
-  inspect_values<Kernel>(shared, warp, [&](const auto& tile, const auto& at, int i, const auto& visit) {
-    ptx::barrier_wait(&shared.pairs_full[at.stage], at.parity);
-    const int2 pair = tile.pairs[i];
-    const Limits rows = Mask32(p, tile.length_q, tile.length_k).rows_of(tile.key0 + i, tile.key0 + i + 1);
-    const int end = min(min(rows.end, pair.y), tile.row0 + Kernel::kQueries);
+template <class Operands, int kStages, int kQueries, class Shared>
+__device__ __forceinline__ void inspect_masked_values(Shared& shared, const AttnParams& p, int warp) {
+  inspect_values<Operands, kValueInspectors, kStages>(
+      shared, warp, [&](const auto& tile, const auto& at, int i, const auto& visit) {
+        ptx::barrier_wait(&shared.pairs_full[at.stage], at.parity);
+        const int2 pair = tile.pairs[i];
+        const Limits rows = Mask32(p, tile.length_q, tile.length_k).rows_of(tile.key0 + i, tile.key0 + i + 1);
+        const int end = min(min(rows.end, pair.y), tile.row0 + kQueries);
 #pragma unroll 1
-    for (int row = max(max(rows.begin, pair.x), tile.row0); row < end; ++row) visit(row - tile.row0);
-  });
+        for (int row = max(max(rows.begin, pair.x), tile.row0); row < end; ++row) visit(row - tile.row0);
+      });
 }
 
 }  // namespace flashattn_ext::sm90

@@ -8,7 +8,7 @@
 //   kTolerance                     of OnlineSoftmax::weigh
 //   kComparesThree                 whether largest_scores finds the maxima of rows
 //   kZeroRows                      whether a tile of values ends in zeros behind a packed sequence
-//   kPrepares, prepare(p, taken)   whether a kernel runs before this one, which also zeroes TileGrid::taken, if any
+//   prepare(p, taken)              before the launch: zeroes TileGrid::taken, if any, and transposes values in e4m3
 //   query_map(p), key_map(p)
 //   value_map(p), values_at(...)   where a tile of values is in its map: for KV head hk, key tile n of sequence b,
 //   which
@@ -26,6 +26,7 @@
 #include "cuda/score/scores.cuh"
 #include "cuda/sm90/fp8/transposed_isolation.cuh"
 #include "cuda/sm90/fp8/transposed_values.h"
+#include "cuda/sm90/shared/forward_work.cuh"
 #include "cuda/sm90/shared/products.cuh"
 #include "cuda/sm90/shared/tiles.h"
 #include "cuda/tile/fp8.cuh"
@@ -81,12 +82,15 @@ struct ForwardOperands {
   using Values = T[panels(kHeadDimV)][kKeys][kPanelColumns];
   static constexpr int kColumns = kHeadDim, kSteps = kKeys / 16;
   static constexpr RegisterBudget kRegisters = register_budget(TileOfRow::kTile.groups * TileOfRow::kTile.teams());
-  static constexpr bool kZeroRows = false, kDefersRescaling = false, kPrepares = false;
+  static constexpr bool kZeroRows = false, kDefersRescaling = false;
   static constexpr bool kInTurn = TileOfRow::kTile.order == ForwardOrder::kInTurn;
   static constexpr int kRowStages = 0;
   static constexpr bool kComparesThree = false;
   static constexpr float kTolerance = flashattn_ext::kTolerance;
 
+  static void prepare(const AttnParams& p, int* taken) {
+    if (taken) zero_taken(p, taken);
+  }
   static CUtensorMap query_map(const AttnParams& p) {
     return flashattn_ext::query_map(p, p.q, p.head_dim, TileOfRow::kTile.queries());
   }
@@ -134,11 +138,17 @@ struct ForwardOperands<Float8, kHeadDim, kHeadDimV, TileOfRow, kTransposes> {
   static constexpr int kColumns = kHeadDim / 2, kSteps = kKeys / 32;
   static constexpr RegisterBudget kRegisters = register_budget(TileOfRow::kTile.groups);
   static constexpr int kRowStages = kTransposes ? 2 : 0;
-  static constexpr bool kZeroRows = true, kDefersRescaling = true, kPrepares = !kTransposes;
+  static constexpr bool kZeroRows = true, kDefersRescaling = true;
   static constexpr float kTolerance = 0;
   static constexpr bool kComparesThree = kHeadDimV <= 64;  // above it is slower
 
-  static void prepare(const AttnParams& p, int* taken) { transpose_values(p, taken); }
+  static void prepare(const AttnParams& p, int* taken) {
+    if (!kTransposes) {
+      transpose_values(p, taken);
+    } else if (taken) {
+      zero_taken(p, taken);
+    }
+  }
 
   // kInTurn multiplies parts of the columns one after another, two at a time.
   static constexpr bool kInTurn = TileOfRow::kTile.order == ForwardOrder::kInTurn;

@@ -5,6 +5,7 @@
 #include "cuda/sm90/forward/dropout_policy.cuh"
 #include "cuda/sm90/forward/score_policy.cuh"
 #include "cuda/sm90/forward/visibility_policy.cuh"
+#include "cuda/sm90/shared/arithmetic_visibility.cuh"
 #include "cuda/sm90/shared/forward_work.cuh"
 
 namespace flashattn_ext::sm90 {
@@ -23,10 +24,10 @@ using NoChunks = ChunksApart<ForwardWork>;
 // kMasks: whether calls may have a Mask, or have a BlockMask; kLists: whether they have a BlockMask.
 struct PlainPolicies {
   static constexpr bool kMasks = false, kLists = false;
-  template <class Kernel, int kGroups>
-  using Visibility = ArithmeticVisibility<Kernel>;
+  template <int kKeys, int kGroups, int kTeams>
+  using Visibility = ArithmeticVisibility;
   template <class T, int kKeys>
-  using Scores = WithoutBiasTiles<PlainScores>;
+  using Scoring = WithoutBiasTiles<PlainScores>;
   template <int kSteps>
   using Dropping = NoDropout<kSteps>;
   static constexpr bool kTailsOfCaches = false;
@@ -46,44 +47,44 @@ struct ForwardPolicies<kDropout> : PlainPolicies {
 template <>
 struct ForwardPolicies<kIntervals> : PlainPolicies {
   static constexpr bool kMasks = true;
-  template <class Kernel, int kGroups>
-  using Visibility = IntervalVisibility<Kernel, kGroups>;
+  template <int kKeys, int kGroups, int kTeams>
+  using Visibility = IntervalVisibility<kGroups>;
 };
 template <>
 struct ForwardPolicies<kBlocks> : PlainPolicies {
   static constexpr bool kMasks = true, kLists = true;
-  template <class Kernel, int kGroups>
-  using Visibility = BlockVisibility<Kernel>;
+  template <int kKeys, int kGroups, int kTeams>
+  using Visibility = BlockVisibility<kKeys, kTeams>;
 };
 template <>
 struct ForwardPolicies<kScores> : PlainPolicies {
   template <class T, int kKeys>
-  using Scores = WithoutBiasTiles<DistanceScores<T, kKeys>>;
+  using Scoring = WithoutBiasTiles<DistanceScores<T, kKeys>>;
 };
 template <>
 struct ForwardPolicies<kBias> : PlainPolicies {
   template <class T, int kKeys>
-  using Scores = BiasTileScores<T, kKeys>;
+  using Scoring = BiasTileScores<T, kKeys>;
 };
 template <>
 struct ForwardPolicies<kFp8Scores> : PlainPolicies {
   template <class T, int kKeys>
-  using Scores = WithoutBiasTiles<std::conditional_t<kIsFloat8<T>, Fp8ProductScores, DescaledScores<T>>>;
+  using Scoring = WithoutBiasTiles<std::conditional_t<kIsFloat8<T>, Fp8ProductScores, DescaledScores<T>>>;
 };
 template <>
 struct ForwardPolicies<kFp8General> : ForwardPolicies<kFp8Scores> {
   static constexpr bool kMasks = true;
-  template <class Kernel, int kGroups>
-  using Visibility = IntervalVisibility<Kernel, kGroups>;
+  template <int kKeys, int kGroups, int kTeams>
+  using Visibility = IntervalVisibility<kGroups>;
 };
 template <>
 struct ForwardPolicies<kUnlisted> {
   static constexpr bool kTailsOfCaches = false;
   static constexpr bool kMasks = true, kLists = false;
-  template <class Kernel, int kGroups>
-  using Visibility = IntervalVisibility<Kernel, kGroups>;
+  template <int kKeys, int kGroups, int kTeams>
+  using Visibility = IntervalVisibility<kGroups>;
   template <class T, int kKeys>
-  using Scores = WithoutBiasTiles<GeneralScores<T, 1, kKeys>>;
+  using Scoring = WithoutBiasTiles<GeneralScores<T, 1, kKeys>>;
   template <int kSteps>
   using Dropping = OptionalDropout<kSteps>;
 };

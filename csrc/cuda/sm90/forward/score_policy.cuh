@@ -3,7 +3,8 @@
 //   Maps                      tensor maps of the call
 //   kTileStages               of bias tiles in shared memory; 0: the producer loads none
 //   kBatchesTogether          as in each_forward_work
-//   skip(kernel)              the warpgroup skips a key tile
+//   begin(..., row)           row: this warp's first row within the tile of queries, and of the bias
+//   skip(shared)              the warpgroup skips a key tile
 #pragma once
 
 #include "cuda/score/score_policy.cuh"
@@ -30,8 +31,12 @@ struct WithoutBiasTiles : Policy {
   static constexpr bool kBatchesTogether = false;
 
   static void set_bias_map(const AttnParams&, Maps*, int) {}
-  template <class Kernel>
-  __device__ __forceinline__ void skip(Kernel&) {}
+  template <class PlaceOf, class Shared>
+  __device__ __forceinline__ auto begin(const AttnParams& p, const PlaceOf& place, Shared&, int) {
+    return Policy::begin(p, place);
+  }
+  template <class Shared>
+  __device__ __forceinline__ void skip(Shared&) {}
 };
 
 // Products in fp8 (forward_operands.cuh), with the descales of DescaledScores. Weights are rounded to e4m3 later, whose
@@ -40,10 +45,10 @@ struct Fp8ProductScores : DescaledScores<Float8> {
   static constexpr float kWeightScale = LargerWeights::kScale;
 
   // A factor of products that is not positive, and options of a score, are applied to each score.
-  template <class Kernel, class Step, int kRowTiles, int N>
-  __device__ __forceinline__ LargerWeights make_logits(const Kernel& kernel, float (&x)[kRowTiles][N][4], const Step&,
-                                                       Nothing) {
-    const GeneralScore score = kernel.score.times(of_products);
+  template <class PlaceOf, int kRowTiles, int N>
+  __device__ __forceinline__ LargerWeights make_logits(const AttnParams&, const Rule& rule, float (&x)[kRowTiles][N][4],
+                                                       const PlaceOf&, Nothing) {
+    const GeneralScore score = rule.times(of_products);
     if (!score.changes_products() && score.factor >= kSmallest<float>) return {score.factor};
     flashattn_ext::make_logits<Float8>(score, x);
     return {1};
@@ -56,16 +61,16 @@ struct DistanceScores : CentredScores<1, DistanceBias<false, 1, kKeys / 8>> {
   using Rule = GeneralScore;
   using Bias = DistanceBias<false, 1, kKeys / 8>;
 
-  template <class Kernel, class Step>
-  __device__ __forceinline__ Bias begin(const Kernel& kernel, const Step& step) {
-    return kernel.template bias<Bias>(step);
+  template <class PlaceOf>
+  __device__ __forceinline__ Bias begin(const AttnParams& p, const PlaceOf& place) {
+    return place().template bias<Bias>(p);
   }
-  template <class Kernel, class Step>
-  __device__ __forceinline__ DistanceLogit make_logits(const Kernel& kernel, float (&x)[1][kKeys / 8][4], const Step&,
-                                                       const Bias& bias) {
+  template <class PlaceOf>
+  __device__ __forceinline__ DistanceLogit make_logits(const AttnParams&, const Rule& rule, float (&x)[1][kKeys / 8][4],
+                                                       const PlaceOf&, const Bias& bias) {
     DistanceLogit logit;
-    store_scores<T>(kernel.score, x);
-    logit.factor = bias.add(x, kernel.score.factor, logit.row);
+    store_scores<T>(rule, x);
+    logit.factor = bias.add(x, rule.factor, logit.row);
     return logit;
   }
 };
@@ -81,25 +86,34 @@ struct BiasTileScores : UncentredScores {
   RingPosition<kBiasStages> at;
 
   static void set_bias_map(const AttnParams& p, Maps* maps, int queries) { maps->bias = bias_map(p, p.bias, queries); }
-  template <class Kernel, class Step>
-  __device__ __forceinline__ ScaledLogit make_logits(Kernel& kernel, float (&x)[1][kKeys / 8][4], const Step&,
-                                                     Nothing) {
-    ptx::barrier_wait(&kernel.shared.bias_full[at.stage], at.parity);
-    add_bias_tile(x[0], kernel.shared.bias[at.stage], kernel.warp_row + g(), kernel.score.softmax_scale);
-    release_tile(kernel);
+  template <class Shared>
+  struct Tile {
+    Shared& shared;
+    int row;
+  };
+  template <class PlaceOf, class Shared>
+  __device__ __forceinline__ Tile<Shared> begin(const AttnParams&, const PlaceOf&, Shared& shared, int row) const {
+    return {shared, row};
+  }
+  template <class PlaceOf, class Shared>
+  __device__ __forceinline__ ScaledLogit make_logits(const AttnParams&, const Rule& rule, float (&x)[1][kKeys / 8][4],
+                                                     const PlaceOf&, const Tile<Shared>& tile) {
+    ptx::barrier_wait(&tile.shared.bias_full[at.stage], at.parity);
+    add_bias_tile(x[0], tile.shared.bias[at.stage], tile.row + g(), rule.softmax_scale);
+    release_tile(tile.shared);
     return {kLog2E<float>};
   }
-  template <class Kernel>
-  __device__ __forceinline__ void skip(Kernel& kernel) {
-    ptx::barrier_wait(&kernel.shared.bias_full[at.stage], at.parity);
-    release_tile(kernel);
+  template <class Shared>
+  __device__ __forceinline__ void skip(Shared& shared) {
+    ptx::barrier_wait(&shared.bias_full[at.stage], at.parity);
+    release_tile(shared);
   }
 
  private:
-  template <class Kernel>
-  __device__ __forceinline__ void release_tile(Kernel& kernel) {
+  template <class Shared>
+  __device__ __forceinline__ void release_tile(Shared& shared) {
     __syncwarp();
-    release(kernel.shared.bias_empty[at.stage]);
+    release(shared.bias_empty[at.stage]);
     at.advance();
   }
 };
@@ -109,11 +123,12 @@ template <int kStages>
 struct BiasTileLoader {
   RingPosition<kStages> at;
 
-  template <class Kernel>
-  static __device__ __forceinline__ void init(typename Kernel::Shared& shared) {
+  // warps: that read a tile.
+  template <class Shared>
+  static __device__ __forceinline__ void init(Shared& shared, int warps) {
     for (int i = 0; i < kStages; ++i) {
       ptx::barrier_init(&shared.bias_full[i], 1);
-      ptx::barrier_init(&shared.bias_empty[i], Kernel::kWarps);
+      ptx::barrier_init(&shared.bias_empty[i], warps);
     }
   }
   template <class Shared, class Maps, class Work>
@@ -125,8 +140,8 @@ struct BiasTileLoader {
 };
 template <>
 struct BiasTileLoader<0> {
-  template <class Kernel>
-  static __device__ __forceinline__ void init(typename Kernel::Shared&) {}
+  template <class Shared>
+  static __device__ __forceinline__ void init(Shared&, int) {}
   template <class Shared, class Maps, class Work>
   __device__ __forceinline__ void load(Shared&, const Maps&, const Work&, int) {}
 };

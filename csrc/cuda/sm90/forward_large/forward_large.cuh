@@ -8,12 +8,14 @@
 // arithmetic and what was measured.
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/host/device.h"
 #include "cuda/host/launch.cuh"
 #include "cuda/host/tensor_map.h"
 #include "cuda/ptx/wgmma.cuh"
 #include "cuda/score/scores.cuh"
-#include "cuda/sm90/forward/forward_policies.cuh"
+#include "cuda/sm90/forward/dropout_policy.cuh"
 #include "cuda/sm90/forward_large/forward_large_loaders.cuh"
 #include "cuda/sm90/shared/forward_work.cuh"
 #include "cuda/sm90/shared/named_barriers.h"
@@ -53,7 +55,8 @@ struct LargeForward {
 
   static constexpr int kScoreTiles = kKeys / 8, kOutTiles = kHalfColumns / 8, kSteps = kKeys / 16;
   static constexpr int kScoreWarps = 4, kSumWarps = 8;
-  using Dropping = typename ForwardPolicies<kOptions>::template Dropping<kSteps>;
+  static_assert(kOptions == kPlain || kOptions == kDropout);
+  using Dropping = std::conditional_t<kOptions == kDropout, CounterDropout<kSteps>, NoDropout<kSteps>>;
 
   // Tiles are as in cuda/tile/panels.cuh. A barrier `full` says that a stage has arrived, `empty` that it may be
   // overwritten; the `empty` barriers of keys and values count the warps of both thread blocks.
@@ -112,7 +115,7 @@ struct LargeForward {
 
   // --- the warpgroup of scores --------------------------------------------------------------------------------------
 
-  struct Scores {
+  struct ScoreGroup {
     Shared& shared;
     const AttnParams& p;
     const Score& score;
@@ -269,7 +272,7 @@ struct LargeForward {
 
   // --- the warpgroups that accumulate `out` -------------------------------------------------------------------------
 
-  struct Sums {
+  struct SumGroup {
     Shared& shared;
     const AttnParams& p;
     const int half;  // which half of the columns
@@ -423,10 +426,10 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(LargeForward<T, kHea
     if (warp == 1) LargeValueLoader<Kernel>{shared, p, maps}.load_all();
   } else if (group == 1) {
     ptx::give_registers<kLargeRegisters.scores>();
-    typename Kernel::Scores{shared, p, score, Kernel::first_of_warp()}.compute_tiles();
+    typename Kernel::ScoreGroup{shared, p, score, Kernel::first_of_warp()}.compute_tiles();
   } else {
     ptx::take_registers<kLargeRegisters.sums>();
-    typename Kernel::Sums{shared, p, group - 2, Kernel::first_of_warp()}.compute_tiles();
+    typename Kernel::SumGroup{shared, p, group - 2, Kernel::first_of_warp()}.compute_tiles();
   }
   ptx::cluster_sync();
 #endif

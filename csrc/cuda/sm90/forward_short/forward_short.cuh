@@ -35,9 +35,6 @@ struct ShortForward {
   struct Unit {
     int h, row;
   };
-  struct Step {
-    int key;  // the first
-  };
   // The barriers of keys and of values complete one phase each, the barrier of queries one for each unit.
   struct Barriers {
     ptx::Barrier q, k, v;
@@ -157,7 +154,7 @@ struct ShortForward {
     ptx::hold(x[0]);
     ptx::hold(out);
     if (key + kCount >= end) release_queries(number);
-    const auto& rule = scoring.make_logits(*this, x, Step{key}, Nothing());
+    const auto& rule = scoring.make_logits(p, score, x, Nothing(), Nothing());
     const int row = now.row + warp * 16;
     const Limits full = mask().keys_of_all(row, min(row + 16, length_q()));
     if (key < full.begin || key + kCount > full.end) hide_keys<true, true>(x, mask(), row + g(), key + 2 * t());

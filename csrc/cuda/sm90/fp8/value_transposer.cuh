@@ -81,4 +81,11 @@ struct ValueTransposer {
   }
 };
 
+// The warps of the producer warpgroup but the first.
+template <class Kernel, class Shared>
+__device__ __forceinline__ void transpose_values(Shared& shared) {
+  const int warp = uniform(static_cast<int>(threadIdx.x) / 32);
+  if (warp > 0) ValueTransposer<Kernel>{shared, warp - 1}.transpose_tiles();
+}
+
 }  // namespace flashattn_ext::sm90

@@ -33,12 +33,13 @@ struct InvariantForward : ForwardInChunks<T, kHeadDim, TileOfRow, Policies> {
   using typename Base::Maps, typename Base::Score, typename Base::Shared, typename Base::Visibility,
       typename Base::SeenWork, typename Base::Work;
   using Earlier = EarlierChunks<kOutTiles, kGroups>;
+  using Grid = ChunkGrid;
 
   float largest = -infinity();  // with a Mask: the largest logit of the chunks so far
 
   __device__ InvariantForward(Shared& shared, const AttnParams& params, const Score& score, int group,
                               const ChunkGrid& grid)
-      : Base(shared, params, score, group) {
+      : Base(shared, params, score, group, grid) {
     this->chunking.earlier.vectors = grid.sums;
   }
 
@@ -98,14 +99,6 @@ struct InvariantForward : ForwardInChunks<T, kHeadDim, TileOfRow, Policies> {
   }
 };
 
-template <class Kernel>
-__global__ void __launch_bounds__(Kernel::kThreads, 1)
-    invariant_forward_kernel(const __grid_constant__ AttnParams p, const __grid_constant__ typename Kernel::Maps maps,
-                             const __grid_constant__ ChunkGrid grid,
-                             const __grid_constant__ typename Kernel::Score score) {
-  run_forward<Kernel>(p, maps, grid, score, grid);
-}
-
 template <class T, int kHeadDim, Options kOptions, template <class, int, class, class> class Kernel>
 using InvariantKernel = Kernel<T, kHeadDim, TileOf<kernel_table::kSm90Invariant, T, kHeadDim, kOptions, kHeadDim>,
                                ForwardPolicies<kOptions>>;
@@ -116,7 +109,7 @@ void invariant(const AttnParams& p) {
   using Kernel = InvariantKernel<T, kHeadDim, kOptions, InvariantForward>;
   if (p.batch * p.heads_q == 0) return;
   const int64_t blocks = tile_count(p.seqlen_q, Kernel::kQueries), tiles = blocks * p.batch * p.heads_q;
-  int* const taken = takes_tiles<Kernel>(p, tiles) ? static_cast<int*>(p.workspace) : nullptr;
+  int* const taken = takes_tiles(p, tiles, Kernel::kMasks) ? static_cast<int*>(p.workspace) : nullptr;
   if (taken) zero_taken(p, taken);
   ChunkGrid grid{};
   static_cast<TileGrid&>(grid) = {forward_order(p, blocks, sizeof(T)), static_cast<int>(tiles), taken};
@@ -124,10 +117,7 @@ void invariant(const AttnParams& p) {
   const typename Kernel::Maps maps{query_map(p, p.q, p.head_dim, Kernel::kQueries),
                                    key_map(p, p.k, p.head_dim, Kernel::kKeys),
                                    key_map(p, p.v, p.head_dim_v, Kernel::kKeys)};
-  const char* const name = "sm90 invariant forward";
-  launch_early(invariant_forward_kernel<Kernel>, name, p,
-               row_of_blocks(std::min<int64_t>(tiles, multiprocessors()), name, p), Kernel::kThreads,
-               kSharedBytesOf<Kernel>, p, maps, grid, Kernel::Score::of(p));
+  launch_forward_kernel<Kernel>("sm90 invariant forward", p, tiles, maps, grid);
 }
 
 template <class T, int kHeadDim, Options kOptions, int kHeadDimV>

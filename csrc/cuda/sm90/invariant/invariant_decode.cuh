@@ -68,9 +68,9 @@ struct ChunkedForward : Forward<T, kHeadDim, kHeadDim, TileOfRow, Policies, Chun
                                                 ChunkSum (&sums)[2]) {
     set_zero(this->out);
     this->softmax.start(-infinity());
-    if (work.sees_keys()) Base::Visibility::compute_tile(static_cast<Base&>(*this), work, generator);
+    if (work.sees_keys()) this->compute_tile(work, generator);
     bool poisoned[2] = {false, false};
-    Base::Visibility::take_poisoned(*this, poisoned);
+    Base::Visibility::take_poisoned(this->shared, this->work_parity ^ 1, this->warp_row, poisoned);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       sums[r] = {this->softmax.max[r], this->softmax.total(r)};
@@ -150,11 +150,12 @@ struct InvariantDecode : ChunkedForward<T, kHeadDim, TileOfRow, Policies, Chunks
     }
   };
 
+  using Grid = TaskGrid;
   const ChunkPartials& partials;
 
   __device__ InvariantDecode(Shared& shared, const AttnParams& params, const Score& score, int group,
-                             const ChunkPartials& partials)
-      : Base(shared, params, score, group), partials(partials) {}
+                             const TaskGrid& grid)
+      : Base(shared, params, score, group, grid), partials(grid.partials) {}
 
   // Calls body(work, first row of the keys) for every task of this thread block; as each_forward_work. Chunks behind
   // the last key of a sequence are left out.
@@ -209,14 +210,6 @@ struct InvariantDecode : ChunkedForward<T, kHeadDim, TileOfRow, Policies, Chunks
   }
 };
 
-template <class Kernel>
-__global__ void __launch_bounds__(Kernel::kThreads, 1)
-    invariant_decode_kernel(const __grid_constant__ AttnParams p, const __grid_constant__ typename Kernel::Maps maps,
-                            const __grid_constant__ TaskGrid grid,
-                            const __grid_constant__ typename Kernel::Score score) {
-  run_forward<Kernel>(p, maps, grid, score, grid.partials);
-}
-
 // A box is the rows of a task: `group` heads of all queries of a sequence.
 inline CUtensorMap grouped_query_map(const AttnParams& p, const ChunkPartials& partials) {
   const TensorView rows{p.q.data, partials.group * p.q.head_stride, p.q.head_stride, p.q.row_stride};
@@ -241,10 +234,7 @@ void run_chunk_tasks(const AttnParams& p, const ChunkPartials& partials) {
   TaskGrid grid{};
   static_cast<TileGrid&>(grid) = {{1, 1}, static_cast<int>(tasks), partials.taken};
   grid.partials = partials;
-  const char* const name = "sm90 invariant decode";
-  launch_early(invariant_decode_kernel<Kernel>, name, p,
-               row_of_blocks(std::min<int64_t>(tasks, multiprocessors()), name, p), Kernel::kThreads,
-               kSharedBytesOf<Kernel>, p, maps, grid, Kernel::Score::of(p));
+  launch_forward_kernel<Kernel>("sm90 invariant decode", p, tasks, maps, grid);
 }
 
 }  // namespace flashattn_ext::sm90

@@ -7,10 +7,10 @@
 // own. When the inspectors are done, they arrive at the barrier of the stage, in place of the copies.
 #pragma once
 
+#include "cuda/score/block_mask.cuh"
 #include "cuda/score/isolation.cuh"
 #include "cuda/sm90/shared/backward_step.cuh"
 #include "cuda/sm90/shared/backward_visibility.cuh"
-#include "cuda/sm90/shared/block_runs.cuh"
 #include "cuda/tile/ring.cuh"
 
 namespace flashattn_ext::sm90 {
@@ -112,7 +112,7 @@ struct ListedInspector {
   }
 };
 
-// The policy (backward_visibility.cuh). Kernel: Backward.
+// The policy (backward_visibility.cuh).
 struct BlockQueries : ArithmeticQueries {
   static constexpr bool kLists = true;
   template <int kStages>
@@ -120,8 +120,6 @@ struct BlockQueries : ArithmeticQueries {
   static constexpr int kInspectors = 2;             // the last warps of the producer warpgroup
   static constexpr int kKeyArrivals = kInspectors;  // at k_full of a stage
   static constexpr int kCopiedArrivals = 2 + 32;    // at ListedSteps::arrived: two copies, and the loading warp
-  template <class Kernel>
-  static constexpr int kTilesOfEntry = kTilesOfBlock<Kernel::kQueries>;
 
   template <int kMaskInspectors, class Shared>
   static __device__ __forceinline__ void init(Shared& shared) {
@@ -137,12 +135,12 @@ struct BlockQueries : ArithmeticQueries {
   // --- the loading warp. Loader: BackwardLoader --------------------------------------------------------------------
 
   // Sets work->tiles to the steps of the walk in all heads. rows: those that causal and window leave.
-  template <class Kernel, class Loader>
+  template <class Loader>
   static __device__ __forceinline__ void count_steps(Loader& loader, const Limits& rows, BackwardWork* work) {
     work->first = work->tiles = 0;
     loader.lists.inspects = false;
     if (rows.begin >= rows.end || loader.p.heads_q == 0) return;
-    const int heads = Kernel::Heads::in_walk(loader.p), first = Kernel::Heads::first(*work, heads);
+    const int heads = Loader::Heads::in_walk(loader.p), first = Loader::Heads::first(*work, heads);
     const bool own = has_lists_of_query_heads(loader.p);
     bool has_partial = false;
     int steps = 0;
@@ -152,7 +150,7 @@ struct BlockQueries : ArithmeticQueries {
 #pragma unroll 1
       for (int i = run.begin + lane(); i < run.end; i += 32) {
         const MaskBlock entry = run.at(i);
-        const int tiles = tiles_of<Kernel>(*work, entry.block);
+        const int tiles = tiles_of<Loader::kQueries>(*work, entry.block);
         steps += tiles;
         has_partial |= tiles > 0 && !entry.is_whole();
       }
@@ -162,31 +160,31 @@ struct BlockQueries : ArithmeticQueries {
     loader.lists.inspects = __any_sync(~0u, has_partial) != 0;
   }
 
-  template <class Kernel, class Loader>
+  template <class Loader>
   static __device__ __forceinline__ void load_tile(Loader& loader, const BackwardWork& work) {
-    load_keys<Kernel>(loader, work);
+    load_keys(loader, work);
     const AttnGradParams& p = loader.p;
-    const int heads = Kernel::Heads::in_walk(p), first = Kernel::Heads::first(work, heads);
+    const int heads = Loader::Heads::in_walk(p), first = Loader::Heads::first(work, heads);
     const bool descends = p.deterministic;  // as in QueryWalk
 #pragma unroll 1
     for (int h = first; h < first + heads; ++h) {
-      const BlockRun run = run_of(p, work, h, queries_of_tile<Kernel>(p, work, work.n));
+      const BlockRun run = run_of(p, work, h, queries_of_tile<BlockQueries, Loader::kKeys>(p, work, work.n));
 #pragma unroll 1
       for (int i = 0; i < run.end - run.begin; ++i) {
         const MaskBlock entry = run.at(descends ? run.end - 1 - i : run.begin + i);
-        const int tiles = tiles_of<Kernel>(work, entry.block);
+        const int tiles = tiles_of<Loader::kQueries>(work, entry.block);
         const int before = p.deterministic && tiles > 0 ? key_tiles_before(p, work, h, entry.block) : 0;
 #pragma unroll 1
         for (int j = 0; j < tiles; ++j) {
-          const int m = entry.block * kTilesOfEntry<Kernel> + (descends ? tiles - 1 - j : j);
-          load_step<Kernel>(loader, work, {h, m, entry.bits, before});
+          const int m = entry.block * kTilesOfBlock<Loader::kQueries> + (descends ? tiles - 1 - j : j);
+          load_step(loader, work, {h, m, entry.bits, before});
         }
       }
     }
   }
 
   // Ends the inspectors.
-  template <class Kernel, class Loader>
+  template <class Loader>
   static __device__ __forceinline__ void end(Loader& loader) {
     auto& listed = loader.shared.listed[0];
     const auto& at = loader.lists.inspections;
@@ -206,10 +204,10 @@ struct BlockQueries : ArithmeticQueries {
     return is_bounded(p) ? clipped(run, rows.begin / kBlockSide, (rows.end - 1) / kBlockSide + 1) : run;
   }
   // How many query tiles with rows a block has. Nothing has checked its number.
-  template <class Kernel>
+  template <int kQueries>
   static __device__ __forceinline__ int tiles_of(const BackwardWork& work, int block) {
-    constexpr int kTiles = kTilesOfEntry<Kernel>;
-    const int all = (work.length_q + Kernel::kQueries - 1) / Kernel::kQueries;
+    constexpr int kTiles = kTilesOfBlock<kQueries>;
+    const int all = (work.length_q + kQueries - 1) / kQueries;
     const bool exists = block >= 0 && block < (work.length_q + kBlockSide - 1) / kBlockSide;
     return exists ? min(kTiles, all - block * kTiles) : 0;
   }
@@ -231,7 +229,7 @@ struct BlockQueries : ArithmeticQueries {
     ptx::barrier_wait(&loader.shared.listed[0].inspected[at.stage], at.parity ^ 1);
   }
 
-  template <class Kernel, class Loader>
+  template <class Loader>
   static __device__ __forceinline__ void load_keys(Loader& loader, const BackwardWork& work) {
     auto& shared = loader.shared;
     auto& listed = shared.listed[0];
@@ -256,12 +254,12 @@ struct BlockQueries : ArithmeticQueries {
     loader.keys.advance();
   }
 
-  template <class Kernel, class Loader>
+  template <class Loader>
   static __device__ __forceinline__ void load_step(Loader& loader, const BackwardWork& work, const ListedStep& step) {
     auto& shared = loader.shared;
     auto& listed = shared.listed[0];
     auto& at = loader.lists.inspections;
-    const int stage = loader.queries.stage, slot = at.stage, row = step.m * Kernel::kQueries;
+    const int stage = loader.queries.stage, slot = at.stage, row = step.m * Loader::kQueries;
     const bool inspects = step.bits != kWholeBlock;
     ptx::barrier_wait(&shared.queries_empty[stage], loader.queries.parity ^ 1);
     if (inspects) await_slot(loader);
@@ -277,9 +275,9 @@ struct BlockQueries : ArithmeticQueries {
       listed.steps[stage] = listed.added[loader.lists.step] = step;
     }
     loader.lists.step = (loader.lists.step + 1) % kStepsKept;
-    using Scores = typename Kernel::Scores;
-    const Limits unmasked = Scores::unmasked_queries(loader.p, work.mask(loader.p), work.key0, Kernel::kKeys);
-    const bool hides = inspects || Scores::is_masked(unmasked, row);
+    using Packing = typename Loader::Packing;
+    const Limits unmasked = Packing::unmasked_queries(loader.p, work.mask(loader.p), work.key0, Loader::kKeys);
+    const bool hides = inspects || Packing::is_masked(unmasked, row);
     const bool has_mark = loader.load_statistics(work, step.h, step.m);
     publish_marks(shared.has_marks[stage], has_mark, hides ? kHiddenPairs : 0);
     ptx::barrier_arrive(inspects ? &listed.arrived[slot] : &shared.q_full[stage]);  // every lane, for its own writes

@@ -2,11 +2,11 @@
 // dropout mask of a step in shared memory (PackedScores::Kept), which a warpgroup draws together.
 //   kDrops                   whether calls have dropout
 //   key(p)                   of the generator
-//   draw<Scores>(kept, ...)  for the warpgroup's keys from `key` on and the queries from row0 on
-//   Drawn<Scores>, draw_part<Scores>(drawn, ...), publish<Scores>(kept, which, drawn)
+//   draw<Packing>(kept, ...)  for the warpgroup's keys from `key` on and the queries from row0 on
+//   Drawn<Packing>, draw_part<Packing>(drawn, ...), publish<Packing>(kept, which, drawn)
 //                            the same in two steps: a warp's part of the mask in registers, and from there to `kept`
-//   drop<Scores>(...)        marks the weights that dropout does not keep. warp: of the warpgroup's four
-//   kept<Scores>(weights, &space)
+//   drop<Packing>(...)        marks the weights that dropout does not keep. warp: of the warpgroup's four
+//   kept<Packing>(weights, &space)
 //                            the weights that dropout leaves, in `space` if they are others
 #pragma once
 
@@ -18,18 +18,18 @@ struct NoBackwardDropout {
   static constexpr bool kDrops = false;
 
   static __device__ __forceinline__ PhiloxKey key(const AttnParams&) { return {}; }
-  template <class Scores>
+  template <class Packing>
   using Drawn = Nothing;
-  template <class Scores, class Masks>
+  template <class Packing, class Masks>
   static __device__ __forceinline__ void draw(Masks&, int, const PhiloxKey&, const AttnParams&, int, int, int, int) {}
-  template <class Scores>
+  template <class Packing>
   static __device__ __forceinline__ void draw_part(Nothing&, const PhiloxKey&, const AttnParams&, int, int, int, int) {}
-  template <class Scores, class Masks>
+  template <class Packing, class Masks>
   static __device__ __forceinline__ void publish(Masks&, int, const Nothing&) {}
-  template <class Scores, class Masks>
-  static __device__ __forceinline__ void drop(typename Scores::Packed&, Masks&, int, int) {}
-  template <class Scores>
-  static __device__ __forceinline__ auto& kept(typename Scores::Packed& weights, typename Scores::Packed*) {
+  template <class Packing, class Masks>
+  static __device__ __forceinline__ void drop(typename Packing::Packed&, Masks&, int, int) {}
+  template <class Packing>
+  static __device__ __forceinline__ auto& kept(typename Packing::Packed& weights, typename Packing::Packed*) {
     return weights;
   }
 };
@@ -38,31 +38,31 @@ struct CounterBackwardDropout {
   static constexpr bool kDrops = true;
 
   static __device__ __forceinline__ PhiloxKey key(const AttnParams& p) { return Dropout(p, 0).key; }
-  template <class Scores>
-  using Drawn = typename Scores::Drawn;
-  template <class Scores>
-  static __device__ __forceinline__ void draw_part(Drawn<Scores>& drawn, const PhiloxKey& philox, const AttnParams& p,
+  template <class Packing>
+  using Drawn = typename Packing::Drawn;
+  template <class Packing>
+  static __device__ __forceinline__ void draw_part(Drawn<Packing>& drawn, const PhiloxKey& philox, const AttnParams& p,
                                                    int b, int h, int key, int row0) {
-    Scores::draw(drawn, Dropout(philox, p, b), p.origin, h, key, row0);
+    Packing::draw(drawn, Dropout(philox, p, b), p.origin, h, key, row0);
   }
-  template <class Scores, class Masks>
-  static __device__ __forceinline__ void publish(Masks& kept, int which, const Drawn<Scores>& drawn) {
-    Scores::publish(kept[which], drawn);
+  template <class Packing, class Masks>
+  static __device__ __forceinline__ void publish(Masks& kept, int which, const Drawn<Packing>& drawn) {
+    Packing::publish(kept[which], drawn);
   }
-  template <class Scores, class Masks>
+  template <class Packing, class Masks>
   static __device__ __forceinline__ void draw(Masks& kept, int which, const PhiloxKey& philox, const AttnParams& p,
                                               int b, int h, int key, int row0) {
-    Drawn<Scores> drawn;
-    draw_part<Scores>(drawn, philox, p, b, h, key, row0);
-    publish<Scores>(kept, which, drawn);
+    Drawn<Packing> drawn;
+    draw_part<Packing>(drawn, philox, p, b, h, key, row0);
+    publish<Packing>(kept, which, drawn);
   }
-  template <class Scores, class Masks>
-  static __device__ __forceinline__ void drop(typename Scores::Packed& weights, Masks& kept, int which, int warp) {
-    Scores::drop(weights, kept[which], warp);
+  template <class Packing, class Masks>
+  static __device__ __forceinline__ void drop(typename Packing::Packed& weights, Masks& kept, int which, int warp) {
+    Packing::drop(weights, kept[which], warp);
   }
-  template <class Scores>
-  static __device__ __forceinline__ auto& kept(typename Scores::Packed& weights, typename Scores::Packed* space) {
-    Scores::keep(*space, weights);
+  template <class Packing>
+  static __device__ __forceinline__ auto& kept(typename Packing::Packed& weights, typename Packing::Packed* space) {
+    Packing::keep(*space, weights);
     return *space;
   }
 };

@@ -4,8 +4,8 @@
 //   in_walk(p)               query heads of a walk
 //   first(work, heads)       the first of them
 //   describe(p, head, work)  the producer warp: fills in the heads of walk number `head`
-//   finish_tile(kernel, work)
-//                            the warpgroups: what a finished walk does with dk and dv
+//   finish_tile<T, Layout>(p, workspace, work, warp_key, dk, dv)
+//                            the warpgroups: what a finished walk does with dk and dv of a warp's 16 keys
 //   finish(p, workspace)     the host, after the main kernel
 #pragma once
 
@@ -37,13 +37,13 @@ struct WholeGroups {
   }
   static __device__ __forceinline__ int first(const BackwardWork& work, int heads) { return uniform(work.hk) * heads; }
   static __device__ __forceinline__ void describe(const AttnParams&, int head, BackwardWork* work) { work->hk = head; }
-  template <class Kernel>
-  static __device__ __forceinline__ void finish_tile(const Kernel& kernel, const BackwardWork& work) {
-    using T = typename Kernel::Element;
-    const AttnGradParams& p = kernel.p;
-    const int key = work.key0 + kernel.warp_key;
-    store_keys<T>(p.dk, work, key, kernel.dk, kernel.workspace.gradient_scale, p.head_dim);
-    store_keys<T>(p.dv, work, key, kernel.dv, kernel.workspace.keep_scale, p.head_dim_v);
+  template <class T, class Layout, int N, int M>
+  static __device__ __forceinline__ void finish_tile(const AttnGradParams& p, const BackwardWorkspace& workspace,
+                                                     const BackwardWork& work, int warp_key, const float (&dk)[N][4],
+                                                     const float (&dv)[M][4]) {
+    const int key = work.key0 + warp_key;
+    store_keys<T>(p.dk, work, key, dk, workspace.gradient_scale, p.head_dim);
+    store_keys<T>(p.dv, work, key, dv, workspace.keep_scale, p.head_dim_v);
   }
   template <class Layout>
   static void finish(const AttnGradParams&, const BackwardWorkspace&) {}
@@ -59,16 +59,16 @@ struct QueryHeads {
     work->hk = head / static_cast<int>(p.group_size());
     work->hq = head;
   }
-  template <class Kernel>
-  static __device__ __forceinline__ void finish_tile(const Kernel& kernel, const BackwardWork& work) {
-    using Layout = typename Kernel::Layout;
-    const int key = work.key0 + kernel.warp_key;
+  template <class T, class Layout, int N, int M>
+  static __device__ __forceinline__ void finish_tile(const AttnGradParams& p, const GroupedWorkspace& workspace,
+                                                     const BackwardWork& work, int warp_key, const float (&dk)[N][4],
+                                                     const float (&dv)[M][4]) {
+    const int key = work.key0 + warp_key;
     if (work.tiles == 0 || key >= work.length_k) return;
-    const int64_t first =
-        work.hk * kernel.workspace.key_tiles + kernel.workspace.first_key_tile(kernel.p, work.b, work.key_start);
+    const int64_t first = work.hk * workspace.key_tiles + workspace.first_key_tile(p, work.b, work.key_start);
     const int64_t at = (first + key / Layout::kTileRows) * Layout::kTileFloats;
-    add(kernel.workspace.dk + at, kernel.dk);
-    add(kernel.workspace.dv + at, kernel.dv);
+    add(workspace.dk + at, dk);
+    add(workspace.dv + at, dv);
   }
   // The last stage rounds the sums as it does those of dq: the call's keys stand for its queries.
   template <class Layout>

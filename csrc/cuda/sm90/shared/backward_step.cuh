@@ -10,7 +10,6 @@
 #include "cuda/score/scores.cuh"
 #include "cuda/sm90/shared/backward_work.cuh"
 #include "cuda/sm90/shared/named_barriers.h"
-#include "cuda/sm90/shared/packed_scores.cuh"
 #include "cuda/stages/tile_order.cuh"
 #include "cuda/tile/ring.cuh"
 #include "cuda/tile/warp.cuh"
@@ -25,11 +24,11 @@ template <class Gradients>
 constexpr int kQueryArrivals = Gradients::kCopies + 32;
 
 // The queries that see any key of tile n of the sequence. All lanes of a warp call it together.
-template <class Kernel>
+template <class Visibility, int kKeys>
 __device__ __forceinline__ Limits queries_of_tile(const AttnParams& p, const BackwardWork& work, int n) {
-  const int key = n * Kernel::kKeys, end = min(key + Kernel::kKeys, work.length_k);
+  const int key = n * kKeys, end = min(key + kKeys, work.length_k);
   const Limits rows = work.mask(p).rows_of(key, end);
-  return Kernel::Visibility::clip(p, work, rows, key, end);
+  return Visibility::clip(p, work, rows, key, end);
 }
 
 // Stores whether a lane has loaded the mark of a row (cuda/score/large_rows.cuh). more: other bits of the number.
@@ -37,39 +36,44 @@ __device__ __forceinline__ void publish_marks(int& has_marks, bool has_mark, int
   const bool any = __any_sync(~0u, has_mark) != 0;
   if (lane() == 0) has_marks = any | more;
 }
-// Reads whether the step has marked rows while its products are computed: read afterwards, the answer would be waited
-// for. Kernel: the state of a warpgroup, whose queries are in shared memory.
-template <class Kernel>
-__device__ __forceinline__ void note_marks(Kernel& kernel) {
-  kernel.has_marks = kernel.shared.has_marks[kernel.queries.stage];
-}
-// Whether a step needs more than the arithmetic of ordinary steps. Masks and marks share one branch, so that the latter
-// cost ordinary steps nothing.
-template <class Kernel>
-__device__ __forceinline__ bool is_rare(const Kernel& kernel, bool masked) {
-  return (static_cast<int>(masked) | kernel.has_marks) != 0;
-}
 // Whether causal, the window or a Mask hides pairs of a step; with a BlockMask Shared::has_marks says it.
-template <class Kernel, class Walk>
+template <class Visibility, class Packing, class Walk>
 __device__ __forceinline__ bool is_masked_step(const Limits& unmasked, const Walk& now) {
-  return !Kernel::Visibility::kLists && Kernel::Scores::is_masked(unmasked, now.m * Kernel::kQueries);
-}
-// Subtracts the words of marked rows, which few steps have, from the products of a step, after note_marks. b, h and row
-// are those of the first query, and query is its place in the step.
-template <class Kernel, class Score, int N>
-__device__ __forceinline__ void subtract_words_of_step(const Kernel& kernel, float (&products)[N][4],
-                                                       const Score& score, int b, int h, int row, int query = 0) {
-  if (kernel.has_marks == 0) return;
-  subtract_words(reinterpret_cast<float (&)[1][N][4]>(products), score, kernel.shared.lse[kernel.queries.stage] + query,
-                 kernel.workspace.words_of(kernel.p, b, h, row));
+  return !Visibility::kLists && Packing::is_masked(unmasked, now.m * Packing::kTiles * 8);
 }
 
-// dP of rows with one weight becomes 0 (cuda/score/large_rows.cuh).
-template <class Kernel, int N>
-__device__ __forceinline__ void clear_rows_of_step(const Kernel& kernel, float (&dp)[N][4], int query = 0) {
-  if (kernel.has_marks == 0) return;
-  clear_rows_of_one_weight(reinterpret_cast<float (&)[1][N][4]>(dp), kernel.shared.lse[kernel.queries.stage] + query);
-}
+// What the arithmetic of a step reads besides its products.
+template <class Shared, class Workspace>
+struct BackwardStep {
+  const AttnGradParams& p;
+  const Workspace& workspace;
+  Shared& shared;
+  const int stage;  // of the queries
+  // Of the stage. A warpgroup reads it while products are computed: read afterwards, it would be waited for.
+  const int has_marks;
+  const int group, warp_key;  // the warpgroup; the first of this warp's 16 keys, within the tile
+
+  __device__ __forceinline__ const auto& lse() const { return shared.lse[stage]; }
+  __device__ __forceinline__ const auto& delta() const { return shared.delta[stage]; }
+  // Whether the step needs more than the arithmetic of ordinary steps. Masks and marks share one branch, so that the
+  // latter cost ordinary steps nothing.
+  __device__ __forceinline__ bool is_rare(bool masked) const { return (static_cast<int>(masked) | has_marks) != 0; }
+  // Subtracts the words of marked rows, which few steps have, from products. b, h and row are those of the first query,
+  // and query is its place in the step.
+  template <class Score, int N>
+  __device__ __forceinline__ void subtract_words(float (&products)[N][4], const Score& score, int b, int h, int row,
+                                                 int query = 0) const {
+    if (has_marks == 0) return;
+    flashattn_ext::subtract_words(reinterpret_cast<float (&)[1][N][4]>(products), score, lse() + query,
+                                  workspace.words_of(p, b, h, row));
+  }
+  // dP of rows with one weight becomes 0 (cuda/score/large_rows.cuh).
+  template <int N>
+  __device__ __forceinline__ void clear_rows(float (&dp)[N][4], int query = 0) const {
+    if (has_marks == 0) return;
+    clear_rows_of_one_weight(reinterpret_cast<float (&)[1][N][4]>(dp), lse() + query);
+  }
+};
 
 // --- the producer warp --------------------------------------------------------------------------------------------
 
@@ -77,6 +81,9 @@ template <class Kernel>
 struct BackwardLoader {
   using Work = typename Kernel::Work;
   using Walk = typename Kernel::Walk;
+  using Visibility = typename Kernel::Visibility;
+  using Heads = typename Kernel::Heads;
+  using Packing = typename Kernel::Packing;
   static constexpr int kQueries = Kernel::kQueries, kKeys = Kernel::kKeys;
 
   typename Kernel::Shared& shared;
@@ -89,10 +96,10 @@ struct BackwardLoader {
   RingPosition<Kernel::kWorkStages> works;
   uint32_t next_parity = 0;  // parity of SharedTile's barrier
   int query_start = 0;
-  typename Kernel::Visibility::template Loads<Kernel::kStages> lists;
+  typename Visibility::template Loads<Kernel::kStages> lists;
 
   __device__ void load_tiles(const TileGrid& grid) {
-    const int heads = static_cast<int>(Kernel::Heads::count(p)), all_heads = heads * static_cast<int>(p.batch);
+    const int heads = static_cast<int>(Heads::count(p)), all_heads = heads * static_cast<int>(p.batch);
     // A thread block takes its next tile after it has loaded the one before. In a deterministic call thread blocks then
     // keep, through all tiles, the distances between each other at which they settled in the first ones. There they
     // take the first tile from the counter too: the tiles before it are under way even if other kernels occupy so many
@@ -116,7 +123,7 @@ struct BackwardLoader {
       }
     }
     publish_end();
-    if constexpr (Kernel::Visibility::kLists) Kernel::Visibility::template end<Kernel>(*this);
+    if constexpr (Visibility::kLists) Visibility::end(*this);
   }
 
   __device__ __forceinline__ int next_tile(const TileGrid& grid) {
@@ -129,7 +136,7 @@ struct BackwardLoader {
   }
   // Whether the key tiles of a head are computed in descending order.
   static __device__ __forceinline__ bool descends(const BackwardWork& work) {
-    return Kernel::Visibility::key_tiles_descend(work);
+    return Visibility::key_tiles_descend(work);
   }
   static __device__ __forceinline__ int first_tile(const TileGrid& grid, int block, const BackwardWork& work) {
     if (!descends(work)) return block;
@@ -146,12 +153,12 @@ struct BackwardLoader {
     const Sequence queries = query_sequence(p, b), keys = key_sequence(p, b);
     query_start = static_cast<int>(queries.start);
     BackwardWork work{b};
-    Kernel::Heads::describe(p, head, &work);
+    Heads::describe(p, head, &work);
     work.key_start = static_cast<int>(keys.start);
     work.length_q = static_cast<int>(queries.length);
     work.length_k = static_cast<int>(keys.length);
     work.dq_tile = static_cast<int>(workspace.first_tile(p, b, queries));
-    Kernel::Visibility::choose_order(p, &work);
+    Visibility::choose_order(p, &work);
     return work;
   }
   static __device__ void start_tile(BackwardWork& work, int n) {
@@ -159,10 +166,8 @@ struct BackwardLoader {
     work.key0 = n * kKeys;
   }
   __device__ void find_queries(BackwardWork& work) {
-    const Limits rows = queries_of_tile<Kernel>(p, work, work.n);
-    if constexpr (Kernel::Visibility::kLists) {
-      return Kernel::Visibility::template count_steps<Kernel>(*this, rows, &work);
-    }
+    const Limits rows = queries_of_tile<Visibility, kKeys>(p, work, work.n);
+    if constexpr (Visibility::kLists) return Visibility::count_steps(*this, rows, &work);
     work.first = rows.begin / kQueries;
     work.tiles = rows.end > rows.begin && p.heads_q > 0 ? (rows.end - 1) / kQueries + 1 - work.first : 0;
   }
@@ -170,7 +175,7 @@ struct BackwardLoader {
   __device__ const Work& publish(const BackwardWork& work) {
     ptx::barrier_wait(&shared.work_empty[works.stage], works.parity ^ 1);
     Work& to = shared.work[works.stage];
-    Kernel::Visibility::template describe<Kernel>(p, work, to);
+    Visibility::template describe<Packing, kKeys>(p, work, to);
     if (lane() == 0) {
       static_cast<BackwardWork&>(to) = work;
       ptx::barrier_arrive(&shared.work_full[works.stage]);
@@ -187,8 +192,8 @@ struct BackwardLoader {
   }
 
   __device__ void load_tile(const BackwardWork& work) {
-    if constexpr (Kernel::Visibility::kLists) return Kernel::Visibility::template load_tile<Kernel>(*this, work);
-    const int batch = p.is_varlen() ? 0 : work.b, heads = Kernel::Heads::in_walk(p);
+    if constexpr (Visibility::kLists) return Visibility::load_tile(*this, work);
+    const int batch = p.is_varlen() ? 0 : work.b, heads = Heads::in_walk(p);
     const int half = half_of_pair<Kernel::kSharesKeys>(), key = work.key_start + work.key0 + half * 64;
     ptx::barrier_wait(&shared.keys_empty[keys.stage], keys.parity ^ 1);
     if (lane() == 0) {
@@ -281,17 +286,32 @@ __device__ __forceinline__ void run_backward(const AttnGradParams& p, const Work
   if (Kernel::kPaired) sync_pair_or_block<true>();
 #endif
 }
+// Params: AttnGradParams, or SecondParams.
+template <class Kernel, class Params, class Workspace, class Maps>
+__global__ void __launch_bounds__(Kernel::kThreads, 1)
+    backward_kernel(const __grid_constant__ Params p, const __grid_constant__ Workspace workspace,
+                    const __grid_constant__ Maps maps, const __grid_constant__ TileGrid grid) {
+  run_backward<Kernel>(p, workspace, maps, grid);
+}
+// The kernel launched in clusters of two thread blocks.
+template <class Kernel, class Params, class Workspace, class Maps>
+__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(Kernel::kThreads, 1)
+    paired_backward_kernel(const __grid_constant__ Params p, const __grid_constant__ Workspace workspace,
+                           const __grid_constant__ Maps maps, const __grid_constant__ TileGrid grid) {
+  run_backward<Kernel>(p, workspace, maps, grid);
+}
 
 // --- on the host --------------------------------------------------------------------------------------------------
 
 // name: of the kernel, in errors.
-template <class Kernel, class Entry, class Params, class Workspace>
-void launch_backward_main(Entry kernel, const char* name, const Params& p, const Workspace& workspace) {
+template <class Kernel, class Params, class Workspace>
+void launch_backward_main(const char* name, const Params& p, const Workspace& workspace) {
   Params walks = p;  // for the order of tiles each walk has a KV head of its own
   walks.heads_k = Kernel::Heads::count(p);
   const int64_t blocks = tile_count(p.seqlen_k, Kernel::kKeys), all = blocks * p.batch * walks.heads_k;
   if (all == 0) return;
-  typename Kernel::Maps maps;
+  using Maps = typename Kernel::Maps;
+  Maps maps;
   constexpr int kBlockKeys = Kernel::kKeys / (Kernel::kSharesKeys ? 2 : 1);
   static_cast<BackwardMaps&>(maps) = {
       query_map(p, p.q, p.head_dim, Kernel::kQueries), key_map(p, p.k, p.head_dim, kBlockKeys),
@@ -300,8 +320,15 @@ void launch_backward_main(Entry kernel, const char* name, const Params& p, const
   const int64_t at_once = multiprocessors() / Kernel::kBlocks, teams = std::min(all, at_once);
   const TileGrid grid{backward_order(walks, blocks, 2, at_once, Kernel::kSectionHeads), static_cast<int>(all),
                       workspace.key_tiles_taken};
-  launch_early(kernel, name, p, row_of_blocks(teams * Kernel::kBlocks, name, p), Kernel::kThreads,
-               kSharedBytesOf<Kernel>, p, workspace, maps, grid);
+  const auto launch = [&](auto kernel) {
+    launch_early(kernel, name, p, row_of_blocks(teams * Kernel::kBlocks, name, p), Kernel::kThreads,
+                 kSharedBytesOf<Kernel>, p, workspace, maps, grid);
+  };
+  if constexpr (Kernel::kPaired) {
+    launch(paired_backward_kernel<Kernel, Params, Workspace, Maps>);
+  } else {
+    launch(backward_kernel<Kernel, Params, Workspace, Maps>);
+  }
 }
 
 }  // namespace flashattn_ext::sm90

@@ -31,7 +31,8 @@ class KeyGradientTurns {
   using T = typename Kernel::Element;
   using Work = typename Kernel::Work;
   using Walk = typename Kernel::Walk;
-  using Packed = typename Kernel::Scores::Packed;
+  using Packing = typename Kernel::Packing;
+  using Packed = typename Packing::Packed;
   static constexpr int kQueries = Kernel::kQueries;
   using Products = float[kQueries / 8][4];
 
@@ -39,7 +40,7 @@ class KeyGradientTurns {
 
   // Queries that see all of this warpgroup's keys.
   __device__ __forceinline__ Limits unmasked_queries(const Work& work) const {
-    return uniform(Kernel::Scores::unmasked_queries(kernel.p, work.mask(kernel.p), work.key0 + kernel.group * 64, 64));
+    return uniform(Packing::unmasked_queries(kernel.p, work.mask(kernel.p), work.key0 + kernel.group * 64, 64));
   }
 
   // The turn of dP^T and dv. dv is complete before dS^T is packed: its operands, the weights, then free registers. With
@@ -92,7 +93,7 @@ class KeyGradientTurns {
   __device__ __forceinline__ void multiply_scores() {
     score_product<Kernel::kColumns>(scores, shared.k[kernel.keys.stage], kernel.group * 64,
                                     shared.q[kernel.queries.stage]);
-    note_marks(kernel);
+    kernel.has_marks = shared.has_marks[kernel.queries.stage];
   }
   __device__ __forceinline__ void multiply_dscores(Products& dscores) {
     score_product<Kernel::kValueColumns>(dscores, shared.v[kernel.value_stage()], kernel.group * 64,
@@ -100,30 +101,20 @@ class KeyGradientTurns {
   }
   // After multiply_scores, while S^T is computed.
   __device__ __forceinline__ void begin_step(const Work& work, const Walk& now) {
-    if constexpr (Kernel::Visibility::kLists) kernel.gradients.begin(kernel, work, now);
+    kernel.gradients.begin(kernel.this_step(), work, now);
   }
   // S^T, which is complete, becomes P^T.
   __device__ __forceinline__ void find_weights(const Work& work, const Walk& now, const Limits& unmasked) {
-    if constexpr (Kernel::Visibility::kLists) {
-      return kernel.gradients.weigh(kernel, scores, work, now, false, Nothing{});
-    }
-    const int row0 = now.m * kQueries;
-    const auto prepare = [&] {
-      subtract_words_of_step(kernel, scores, kernel.workspace.score, work.b, now.h, row0);
-      return work.mask(kernel.p);
-    };
-    Kernel::Scores::weigh(kernel.weights, scores, kernel.workspace.score, shared.lse[kernel.queries.stage],
-                          is_rare(kernel, is_masked_step<Kernel>(unmasked, now)), prepare, row0,
-                          work.key0 + kernel.warp_key);
+    kernel.gradients.weigh(kernel.weights, scores, kernel.this_step(), work, now, is_masked(unmasked, now), Nothing{});
   }
   // dP^T becomes dS^T.
   __device__ __forceinline__ void differentiate(Products& dscores, const Walk& now, const Limits& unmasked) {
     ptx::hold(dscores);
-    if constexpr (Kernel::Visibility::kLists)
-      return kernel.gradients.differentiate(kernel, dscores, Nothing{}, now, false);
-    Kernel::Scores::differentiate(dscores, kernel.weights, kernel.workspace.score, shared.delta[kernel.queries.stage],
-                                  is_rare(kernel, is_masked_step<Kernel>(unmasked, now)),
-                                  [&] { clear_rows_of_step(kernel, dscores); });
+    kernel.gradients.differentiate(dscores, kernel.weights, kernel.this_step(), Nothing{}, now,
+                                   is_masked(unmasked, now));
+  }
+  static __device__ __forceinline__ bool is_masked(const Limits& unmasked, const Walk& now) {
+    return is_masked_step<typename Kernel::Visibility, Packing>(unmasked, now);
   }
   // dS^T becomes an operand of dk, and goes to shared memory.
   __device__ __forceinline__ void store_dscores(Packed& packed, const Products& dscores) {

@@ -10,14 +10,15 @@
 //   clip(p, work, rows, key, end)
 //                            the producer warp: those of `rows`, which causal and window leave, that see any of the
 //                            keys
-//   describe(...)            the producer warp: fills in what Work has besides BackwardWork
+//   describe<Packing, kKeys>(p, work, to)
+//                            the producer warp: fills in what Work has besides BackwardWork
 //   inspect(shared, p, warp) the other warps of the producer warpgroup
 //   await(full, inspected, at)
 //                            waits until a stage (keys, values, queries or output gradients) has arrived and has been
 //                            inspected
 //   unmasked(work, part, by_arithmetic)
 //                            queries that see all of the part's 64 keys
-//   whole(p, work), await_inspection<Scores, kQueries>(shared, queries, whole, m)
+//   whole(p, work), await_inspection<Packing, kQueries>(shared, queries, whole, m)
 //                            steps at other queries must wait for their inspection; waits for that of query tile m
 //   choose_order(p, &work)   the producer warp: chooses the order of the key tiles of a head
 //   key_tiles_descend(work)  in a deterministic call: whether they add to dq in descending order, and are computed in
@@ -47,7 +48,7 @@ struct ArithmeticQueries {
   static __device__ __forceinline__ Limits clip(const AttnParams&, const BackwardWork&, const Limits& rows, int, int) {
     return rows;
   }
-  template <class Kernel>
+  template <class Packing, int kKeys>
   static __device__ __forceinline__ void describe(const AttnParams&, const BackwardWork&, Work&) {}
   template <class Kernel, class Shared>
   static __device__ __forceinline__ void inspect(Shared&, const AttnGradParams&, int) {}
@@ -61,7 +62,7 @@ struct ArithmeticQueries {
     return by_arithmetic();
   }
   static __device__ __forceinline__ Limits whole(const AttnGradParams&, const Work&) { return {}; }
-  template <class Scores, int kQueries, class Shared, class Ring>
+  template <class Packing, int kQueries, class Shared, class Ring>
   static __device__ __forceinline__ void await_inspection(Shared&, const Ring&, const Limits&, int) {}
 
   static __device__ __forceinline__ void choose_order(const AttnGradParams&, BackwardWork*) {}
@@ -84,15 +85,14 @@ struct ArithmeticQueries {
 // are the last kInspectors warps of the producer warpgroup. They arrive for every step, even where there is nothing to
 // inspect, and the producer warp waits for them too. No warp is therefore a full round of stages ahead of them, and a
 // warp that does not need an inspection may skip the wait for it.
-
+//
 // In a deterministic call an inspector warp finds the values of the counters, for the last kStepsKept steps of the
 // thread block.
-constexpr int kStepsKept = 8;  // more than the stages of queries plus the two steps by which dq may lag
 
 // Whether the Mask hides a part of the step at query tile m. whole: MaskedBackwardWork.
-template <class Scores, int kQueries>
+template <class Packing, int kQueries>
 __device__ __forceinline__ bool is_partial(const Limits& whole, int m) {
-  return Scores::is_masked(whole, m * kQueries);
+  return Packing::is_masked(whole, m * kQueries);
 }
 
 template <class Kernel>
@@ -132,7 +132,7 @@ struct BackwardInspector {
 
  private:
   static __device__ __forceinline__ bool is_partial(const MaskedBackwardWork& work, int m) {
-    return sm90::is_partial<typename Kernel::Scores, Kernel::kQueries>(work.whole, m);
+    return sm90::is_partial<typename Kernel::Packing, Kernel::kQueries>(work.whole, m);
   }
   __device__ void inspect_keys(bool partial) {
     const int stage = keys.stage;
@@ -199,7 +199,7 @@ struct IntervalQueries {
                                                 int key, int end) {
     return clipped(rows, key_extremes(p, work).template of_tile<32>(key, end));
   }
-  template <class Kernel>
+  template <class Packing, int kKeys>
   static __device__ __forceinline__ void describe(const AttnParams& p, const BackwardWork& work, Work& to) {
     const int lane = threadIdx.x % 32;
     if (lane == 0) to.pairs = IntervalPairs(p, work.b, work.hk, work.key_start);
@@ -208,11 +208,10 @@ struct IntervalQueries {
     // No branch around warp-collective code: otherwise the compiler gives up uniform registers in this warp. Keys after
     // the last of the sequence are masked for every row, whatever this computes.
 #pragma unroll
-    for (int i = 0; i < Kernel::kKeys / 64; ++i) {
+    for (int i = 0; i < kKeys / 64; ++i) {
       const int key = work.key0 + i * 64, first = min(key, work.length_k - 1);
       const IntervalExtremes keys = extremes.of_granules<32>(first, min(key + 64, work.length_k));
-      const Limits unmasked =
-          clipped_to_all(Kernel::Scores::unmasked_queries(p, work.mask(p), key, 64), keys, work.length_q);
+      const Limits unmasked = clipped_to_all(Packing::unmasked_queries(p, work.mask(p), key, 64), keys, work.length_q);
       whole = clipped_to_all(whole, keys, work.length_q);
       if (lane == 0) to.unmasked[i] = unmasked;
     }
@@ -238,10 +237,10 @@ struct IntervalQueries {
   static __device__ __forceinline__ Limits whole(const AttnGradParams& p, const Work& work) {
     return {uniform(work.whole.begin), p.deterministic ? 0 : uniform(work.whole.end)};
   }
-  template <class Scores, int kQueries, class Shared, class Ring>
+  template <class Packing, int kQueries, class Shared, class Ring>
   static __device__ __forceinline__ void await_inspection(Shared& shared, const Ring& queries, const Limits& whole,
                                                           int m) {
-    if (is_partial<Scores, kQueries>(whole, m))
+    if (is_partial<Packing, kQueries>(whole, m))
       ptx::barrier_wait(&shared.queries_inspected[queries.stage], queries.parity);
   }
 

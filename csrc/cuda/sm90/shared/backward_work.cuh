@@ -94,6 +94,9 @@ struct MaskedBackwardWork : BackwardWork {
   IntervalPairs pairs;  // intervals of the sequence
 };
 
+// Of how many steps of a thread block the description is kept for the warp that adds dq, with a Mask or a BlockMask.
+constexpr int kStepsKept = 8;  // more than the stages of queries plus the two steps by which dq may lag
+
 __device__ __forceinline__ KeyExtremes key_extremes(const AttnParams& p, const BackwardWork& work) {
   const int group = static_cast<int>(p.group_size());
   // Recomputed for each key tile rather than kept in registers.

@@ -4,7 +4,6 @@
 #pragma once
 
 #include "cuda/ptx/tma.cuh"
-#include "cuda/sm90/shared/backward_blocks.cuh"
 #include "cuda/sm90/shared/backward_step.cuh"
 #include "cuda/stages/dq_order.cuh"
 
@@ -51,8 +50,9 @@ struct DqAdder {
   int step = 0;  // steps of this thread block so far
 
   // The warp is one of several in kernels with a bias (backward_bias.cuh), which use the last two arguments.
+  template <class Maps>
   __device__ DqAdder(typename Kernel::Shared& shared, const AttnGradParams& p, const BackwardWorkspace& workspace,
-                     const typename Kernel::Maps&, int)
+                     const Maps&, int)
       : shared(shared), p(p), workspace(workspace) {}
 
   __device__ void add_tiles() {
@@ -92,7 +92,7 @@ struct DqAdder {
   // waits for the order then.
   __device__ __forceinline__ void add_listed_steps(const BackwardWork& work) {
     for (int left = uniform(work.tiles); left > 0; --left, step = (step + 1) % kStepsKept) {
-      const ListedStep& now = shared.listed[0].added[step];
+      const auto& now = shared.listed[0].added[step];
 #pragma unroll 1
       for (int group = 0; group < 2; ++group) {
         ptx::named_barrier_sync(kDqFull + group, kDqThreads);
@@ -113,7 +113,8 @@ struct DqAdder {
       __syncwarp();
     }
   }
-  __device__ __forceinline__ auto listed_order(const BackwardWork& work, const ListedStep& now) const {
+  template <class Step>
+  __device__ __forceinline__ auto listed_order(const BackwardWork& work, const Step& now) const {
     return DqOrder{workspace.dq_added + tile(work, now), true, [&] { return now.before; },
                    [&] { return now.before + 1; }, [] {}};
   }

@@ -29,6 +29,14 @@ struct ForwardConsumer {
     ptx::named_barrier_arrive(self().ping_pong() + (from + 1) % Kernel::kGroups, 2 * kGroupThreads);
   }
 
+  // The key tiles of a query tile.
+  template <class Work, class Generator>
+  __device__ __forceinline__ void compute_tile(const Work& work, const Generator& generator) {
+    Kernel& kernel = self();
+    Kernel::Visibility::template compute_tile<Kernel::kKeys>(
+        kernel.shared, kernel.p, kernel.k, kernel.group, kernel.q_parity, work, [&](int n) { skip_step(work, n); },
+        [&](auto& walk) { kernel.compute_steps(work, walk, generator); }, [&] { end_queries(); });
+  }
   __device__ __forceinline__ void end_keys(bool last_of_tile) {
     Kernel& kernel = self();
     release(kernel.shared.k_empty[kernel.k.stage]);

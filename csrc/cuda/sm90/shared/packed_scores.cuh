@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda/score/scores.cuh"
+#include "cuda/sm90/shared/backward_work.cuh"
 
 namespace flashattn_ext {
 
@@ -143,3 +144,80 @@ struct PackedScores {
 };
 
 }  // namespace flashattn_ext
+
+namespace flashattn_ext::sm90 {
+
+// Policies of the Hopper backward (backward.cuh) for scores: how products become weights and dS, and what is summed up
+// for the gradients of biases. A policy is a member of the consumer's object, and may hold registers there; all
+// lanes of a warp call its functions, and its branches are warp-uniform. T: the element type; kQueries: of a step;
+// step: a BackwardStep.
+//   Workspace, Maps          of the call
+//   kCopies                  by TMA, that arrive at q_full of a stage
+//   kHasBias, kHasCentres    whether Shared has bias tiles, or the centres of rows, for each stage of queries
+//   kBatchesTogether         whether the batch entries of a head are adjacent, because they may read the same bias
+//   kAdders                  the warps that add dq to the workspace
+//   set_more_maps(...)       the host, of what load_keys and load_queries copy
+//   prefetch_map(maps)       one thread
+//   load_keys(...), load_queries(...), load_rows(...)
+//                            what a stage of keys or queries has beside them: one lane of the producer warp starts the
+//                            copies; all of its lanes load the numbers of rows
+//   unmasked(p, work, key)   queries that see all of the 64 keys from `key` on, by causal and window
+//   begin(step, work, now)   while the product of a step runs; its result goes to `weigh`
+//   weigh(...)               products become packed weights, without dropout
+//   differentiate(...)       dP becomes dS
+//   store_bias_gradient(...) dS goes to the gradient of the bias
+
+// What most policies have. Packing: PackedScores.
+template <class Packing>
+struct UnbiasedGradients {
+  using Workspace = BackwardWorkspace;
+  using Maps = BackwardMaps;
+  static constexpr int kCopies = 1, kAdders = 1;
+  static constexpr bool kHasBias = false, kHasCentres = false, kBatchesTogether = false;
+
+  template <class CallMaps>
+  static void set_more_maps(const AttnGradParams&, CallMaps*, int, int) {}
+  static __device__ __forceinline__ void prefetch_map(const Maps&) {}
+  template <class Shared, class CallMaps>
+  static __device__ __forceinline__ void load_keys(Shared&, int, const CallMaps&, int, int, int) {}
+  template <class Shared>
+  static __device__ __forceinline__ void load_queries(Shared&, int, const Maps&, int, int, int, int) {}
+  template <class Shared>
+  static __device__ __forceinline__ void load_rows(Shared&, int, const AttnGradParams&, const BackwardWorkspace&, int,
+                                                   int, int, int) {}
+  static __device__ __forceinline__ Limits unmasked(const AttnParams& p, const BackwardWork& work, int key) {
+    return Packing::unmasked_queries(p, work.mask(p), key, 64);
+  }
+  template <class Step, class Work, class Walk>
+  __device__ __forceinline__ Nothing begin(const Step&, const Work&, const Walk&) const {
+    return {};
+  }
+  template <class Step>
+  __device__ __forceinline__ void store_bias_gradient(const Step&, const typename Packing::Scores&,
+                                                      const typename Packing::Packed&) const {}
+};
+
+// No option of a score.
+template <class Packing>
+struct PlainGradients : UnbiasedGradients<Packing> {
+  template <class Step, class Work, class Walk>
+  __device__ __forceinline__ void weigh(typename Packing::Packed& weights, typename Packing::Scores& scores,
+                                        const Step& step, const Work& work, const Walk& now, bool masked, Nothing) {
+    const int row0 = now.m * Packing::kTiles * 8;
+    const auto prepare = [&] {
+      step.subtract_words(scores, step.workspace.score, work.b, now.h, row0);
+      return visible(step.p, work, now.h);
+    };
+    Packing::weigh(weights, scores, step.workspace.score, step.lse(), step.is_rare(masked), prepare, row0,
+                   work.key0 + step.warp_key);
+  }
+  template <class Step, class Work, class Walk>
+  __device__ __forceinline__ void differentiate(typename Packing::Scores& dscores,
+                                                const typename Packing::Packed& weights, const Step& step, const Work&,
+                                                const Walk&, bool masked) {
+    Packing::differentiate(dscores, weights, step.workspace.score, step.delta(), step.is_rare(masked),
+                           [&] { step.clear_rows(dscores); });
+  }
+};
+
+}  // namespace flashattn_ext::sm90

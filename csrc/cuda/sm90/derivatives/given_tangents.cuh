@@ -9,16 +9,16 @@
 namespace flashattn_ext::sm90 {
 
 template <bool kOfQ, bool kOfK, bool kOfV>
-struct Moving {
+struct GivenTangents {
   static constexpr bool kQ = kOfQ, kK = kOfK, kV = kOfV, kLogits = kQ || kK, kAny = kLogits || kV;
 };
 
 template <class Call, class Params, size_t... kBits>
 constexpr auto runs_of(std::index_sequence<kBits...>) {
-  return std::array{&Call::template run<Moving<(kBits & 1) != 0, (kBits & 2) != 0, (kBits & 4) != 0>>...};
+  return std::array{&Call::template run<GivenTangents<(kBits & 1) != 0, (kBits & 2) != 0, (kBits & 4) != 0>>...};
 }
 
-// Calls Call::run<Moving>(p) with the tangents that the call has.
+// Calls Call::run<GivenTangents>(p) with the tangents that the call has.
 template <class Call, class Params>
 void run_with_tangents(const Params& p) {
   static constexpr auto kRuns = runs_of<Call, Params>(std::make_index_sequence<8>());
