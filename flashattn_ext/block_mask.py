@@ -148,7 +148,8 @@ class BlockMask:
                 f"visible: expected shape [batch or 1, heads, seqlen_q, seqlen_k], got {list(visible.shape)}"
             )
         B, H, Sq, Sk = visible.shape
-        return cls._of_strips(block_strips.strip_of_dense(visible), (B, H, Sq, Sk), visible.device, max_partial)
+        strip = block_strips.strip_of_dense(visible)
+        return cls._of_strips(strip, (B, H, Sq, Sk), visible.device, max_partial, is_dense=True)
 
     @classmethod
     def from_flex(cls, block_mask: Any, max_partial: int | None = None) -> BlockMask:
@@ -209,10 +210,11 @@ class BlockMask:
 
     @classmethod
     def _of_strips(
-        cls, strip: block_strips.Strip, shape: tuple[int, int, int, int], device: torch.device, max_partial: int | None
-    ) -> BlockMask:
+        cls, strip: block_strips.Strip, shape: tuple[int, int, int, int], device: torch.device, max_partial: int | None,
+        is_dense: bool = False,
+    ) -> BlockMask:  # fmt: skip
         bound = None if max_partial is None else size_of("max_partial", max_partial)
-        grid, bits, entries = block_strips.evaluated(strip, shape, device, bound)
+        grid, bits, entries = block_strips.evaluated(strip, shape, device, bound, is_dense)
         return cls(block_lists.lists_of(grid, entries), bits, *shape[2:])
 
     # --- use --------------------------------------------------------------------------------------------------------

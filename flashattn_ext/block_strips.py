@@ -16,6 +16,9 @@ from . import block_lists
 from .block_lists import BLOCK, BYTES, HIDDEN, WHOLE, WORDS, blocks_in
 
 _MOST_PAIRS = 1 << 20  # evaluated at once, or a strip of one head: temporaries of 16 bytes each are 16 MB
+_MOST_DENSE_PAIRS = (
+    4 << 20
+)  # of a matrix, whose temporaries have 5 bytes each: on a GPU the launches of a strip cost more than its pairs
 _MOST_KEPT = 16 << 20  # bytes of bits of all blocks, up to which no strip is evaluated again
 
 
@@ -35,8 +38,8 @@ class Part(NamedTuple):
 Strip = Callable[[Part], Tensor]
 
 
-def _parts(B: int, H: int, Sq: int, Sk: int) -> Iterator[Part]:
-    strips = max(_MOST_PAIRS // max(BLOCK * blocks_in(Sk) * BLOCK, 1), 1)
+def _parts(B: int, H: int, Sq: int, Sk: int, most_pairs: int) -> Iterator[Part]:
+    strips = max(most_pairs // max(BLOCK * blocks_in(Sk) * BLOCK, 1), 1)
     rows = min(strips, max(blocks_in(Sq), 1))
     heads = min(max(strips // max(blocks_in(Sq), 1), 1), max(H, 1))
     batch = max(strips // max(blocks_in(Sq) * H, 1), 1)
@@ -49,9 +52,11 @@ def _parts(B: int, H: int, Sq: int, Sk: int) -> Iterator[Part]:
 
 
 def evaluated(
-    strip: Strip, shape: tuple[int, int, int, int], device: torch.device, max_partial: int | None
+    strip: Strip, shape: tuple[int, int, int, int], device: torch.device, max_partial: int | None, is_dense: bool
 ) -> tuple[Tensor, Tensor, int]:
     """Grid and bits of a mask of this shape [B, Hm, Sq, Sk], and the largest number of entries of a head.
+
+    is_dense: the strips are parts of a matrix that is in memory.
 
     Waits for the device, once, unless max_partial bounds the number of blocks with bits.
     """
@@ -73,7 +78,8 @@ def evaluated(
     grid = torch.full((B, H, R, C), HIDDEN, dtype=torch.int32, device=device)
     keeps = B * H * R * C * BYTES <= _MOST_KEPT
     kept: list[Tensor] = []
-    parts = list(_parts(B, H, Sq, Sk)) if C else []
+    most_pairs = _MOST_DENSE_PAIRS if is_dense and device.type != "cpu" else _MOST_PAIRS
+    parts = list(_parts(B, H, Sq, Sk, most_pairs)) if C else []
     for part in parts:
         bits = bits_of(part)
         row = torch.arange(blocks_of(part)[2].start * BLOCK, blocks_of(part)[2].stop * BLOCK, device=device)

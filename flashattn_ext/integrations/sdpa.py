@@ -391,6 +391,8 @@ def _broadcast(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> tuple[Tenso
 
 # Pairs of a head from which on a call with a BlockMask is faster than one with a dense bias, although one call in a step makes it: with 4
 # heads of 64 on two cores 0.87 of the time at 512 x 512 where every block is partial, 0.55 where 70 % are hidden; 1.2 at 256 x 256.
+# On an H200 layers share it, made in 0.6 ms at 1024 x 1024. Forward and backward of 16 heads of 64 and 128 take 0.85 and 1.03 of the
+# time of a dense bias where every block is partial, and 0.65 and 0.75 where half of them are hidden.
 _LEAST_OF_BLOCKS = {"cpu": 512 * 512, "cuda": 1024 * 1024}
 # Of the latest masks, for all layers that get them.
 _block_masks = TensorCache(most=2)
