@@ -132,7 +132,9 @@ def test_a_bias_is_read_by_its_strides(device: str, kind: str) -> None:
 def test_an_expanded_bias_is_not_copied() -> None:
     q = torch.randn(2, 512, 2, 16)
     bias = torch.randn(1, 1, 1, 512).expand(2, 2, 512, 512)
-    assert allocated_bytes(lambda: flashattn_ext.forward(q, q, q, bias=bias)) < bias.numel()
+    in_memory = bias.contiguous()  # the workspace of a call depends on the number of threads
+    needed = allocated_bytes(lambda: flashattn_ext.forward(q, q, q, bias=in_memory))
+    assert allocated_bytes(lambda: flashattn_ext.forward(q, q, q, bias=bias)) < needed + bias.numel()
 
 
 def test_rows_that_a_bias_hides_see_nothing(device: str) -> None:
