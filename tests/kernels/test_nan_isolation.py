@@ -180,3 +180,28 @@ def test_behind_a_bias_in_an_invariant_call_of_the_cpu(
     assert not rows[sees].isfinite().all()
     assert_same_bits(rows[~sees], clean[0][0].transpose(0, 1)[~sees], "out")
     assert_same_bits(lse[0][~sees], clean[1][0][~sees], "lse")
+
+
+@pytest.mark.parametrize("poison", POISON)
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("D", [40, 64, 128, 192])
+def test_in_biases_of_distances_that_no_pair_has(
+    device: str, dtype: torch.dtype, D: int, causal: bool, poison: float
+) -> None:
+    """Rows of a tile after the last query have such distances to its keys."""
+    Sq, Sk, reach = 100, 130, 512
+    q = torch.randn(2, Sq, 4, D, device=device, dtype=dtype, requires_grad=True)
+    k, v = (torch.randn(2, Sk, 2, D, device=device, dtype=dtype, requires_grad=True) for _ in range(2))
+    dout = torch.randn(2, Sq, 4, D, device=device, dtype=dtype)
+    bias = torch.randn(4, 2 * reach + 1, device=device)
+
+    def results() -> list[torch.Tensor]:
+        leaf = bias.clone().requires_grad_()
+        out = flashattn_ext.forward(q, k, v, relative_bias=leaf, causal=causal)
+        return [out, *torch.autograd.grad(out, (q, k, v, leaf), dout)]
+
+    clean = results()
+    bias[:, : reach - (Sk - 1)] = poison
+    bias[:, reach + (1 if causal else Sq) :] = poison
+    for what, got, expected in zip(("out", "dq", "dk", "dv", "dbias"), results(), clean, strict=True):
+        assert_same_bits(got, expected, what)

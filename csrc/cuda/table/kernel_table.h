@@ -125,7 +125,7 @@ inline constexpr KernelRow<sm80::BackwardTile> kSm80Backward[] = {
     {k16Bit, 192, kPlain,     kOtherGpus, kMaySpill, {{8, 64, 64, 4, 2, 1, 2}, {8, 64, 64, 4, 2, 1, 2, true}, {8, 64, 64, 4, 2, 1, 1, false, true}}},
     // 237 / 228, 163 KB 213 / 213, 99 KB 179 / 184; values in registers: 219 / 211, in 163 KB 201 / 203; 32 x 32 in 99 KB: 128 / 127
     {k16Bit, 256, kPlain,     kOtherGpus, kMaySpill, {{8, 64, 64, 4, 2, 1, 2}, {8, 64, 64, 4, 2, 1, 1}, {8, 64, 32, 4, 2, 1, 1, false, true}}},
-    // the tiles of the plain rows of their classes; kScores and kGeneral at 128 in 163 KB have room for one stage:
+    // the tiles of the plain rows of their classes, in 99 KB but at 64; kScores and kGeneral at 128 in 163 KB have room for one stage:
     {k16Bit, 64,  kDropout,   kOtherGpus, 68,        {{4, 128, 128, 4, 4, 1, 1}, {4, 128, 64, 4, 4, 1, 1}, {4, 64, 64, 4, 4, 1, 1}}},
     {k16Bit, 96,  kDropout,   kOtherGpus, kMaySpill, {{8, 128, 128, 8, 8, 1, 1, false, true}, {8, 128, 128, 8, 8, 1, 1, false, true}, {8, 128, 64, 4, 4, 1, 1, false, true}}},
     {k16Bit, 128, kDropout,   kOtherGpus, 64,        {{8, 128, 64, 4, 4, 1, 2}, {8, 128, 64, 4, 2, 1, 2, true}, {8, 128, 64, 8, 8, 1, 1, false, true}}},

@@ -4,6 +4,9 @@
 // kQueryTiles: of a warp's scores; step: a KeyTileStep.
 //   Workspace                of the call
 //   kMasksAlways             the mask of every score is checked, also in tiles that need none
+//   kMasksEnd                the mask is also checked in a tile with rows after the last query: their products are 0,
+//   but
+//                            a bias of a distance that no pair has may add a NaN to them
 //   kTwoWords                weights always come from both words of lse; plain kernels of fp32 have them too
 //   kRowBytes                of shared memory, behind lse and delta of a stage, for each query
 //   load_row(more, i, ...)   fills them for query i of a stage; exists: whether it is within the sequence
@@ -21,7 +24,7 @@ namespace flashattn_ext::sm80 {
 // No option of a score.
 struct PlainGradients {
   using Workspace = BackwardWorkspace;
-  static constexpr bool kMasksAlways = false, kTwoWords = false;
+  static constexpr bool kMasksAlways = false, kMasksEnd = false, kTwoWords = false;
   static constexpr int kRowBytes = 0;
 
   static __device__ void load_row(float*, int, const AttnGradParams&, int, int, int64_t, bool) {}
@@ -55,7 +58,7 @@ struct GeneralGradients {
   };
   static_assert(sizeof(RowCentres) <= kVectorBytes);
   static constexpr int kKeyTiles = Bias::kKeys / 16, kQueryTiles = Bias::kRows / 8;
-  static constexpr bool kMasksAlways = Bias::kHasElements, kTwoWords = true;
+  static constexpr bool kMasksAlways = Bias::kHasElements, kMasksEnd = true, kTwoWords = true;
   static constexpr int kRowBytes = kVectorBytes;
   // Calls that need exact sums run kernels with every bias (options_of).
   static constexpr RelativeGradient kRelative =
