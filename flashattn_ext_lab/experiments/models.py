@@ -1,6 +1,6 @@
 """Models of transformers with random weights, through each of its attentions: training steps and generate(), memory.
 
-The models have the widths of real ones and fewer layers. On a GPU the whole set takes about four minutes.
+The models have the widths of real ones and fewer layers. No case starts after Sizes.seconds.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from ..bench_cases import DTYPES, FA4, FLEX
 from ..timing import burst_ms, reported, time_interleaved, wall_clock
 from .harness import OURS, SDPA, Context, Measured, Sizes, size_table
 from .llama import GIB, PEAK, RATE
+from .render import write_json
 from .result import Result, cell, labels, measured, number, quotient
 
 EAGER = "eager"
@@ -109,6 +110,8 @@ def measure(context: Context, sizes: Sizes, result: Result) -> None:
                 cell(PEAK, contest.peaks.get(name), "GiB", ".2f", 1 / GIB),
                 contest.times.remark("all", name),
             )
+        if context.out is not None:  # a run that is ended by a time limit keeps the cases that it has finished
+            write_json(result, context.out / f"{result.name}.json")
     profiles = "; host profiles of decoding steps are in models_*.profile.txt" if context.out else ""
     result.notes += [
         "models of transformers with random weights, the widths of Llama 3.1 8B, Gemma 2 9B and gpt-oss 20B divided by `shrink`, and fewer "

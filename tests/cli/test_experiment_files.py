@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 from dataclasses import replace
@@ -113,4 +114,23 @@ def test_texts_of_cells() -> None:
 def test_everything_leaves_nothing_temporary(out: Path) -> None:
     expected = {*(f"{name}.json" for name in EXPERIMENTS), *(f"{name}.png" for name in PICTURES)}
     expected |= {f"profile_{name}.trace.json" for name in ("ours", "unfused")}
+    if importlib.util.find_spec("transformers"):
+        expected |= {f"models_Gemma_2_2x20_{name}.profile.txt" for name in ("ours", "eager")}
     assert {path.name for path in out.iterdir()} == expected | {"report.html", "report.md"}
+
+
+def test_an_interrupted_run_of_models_keeps_its_cases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    models = module_of("models")
+    made = []
+
+    def make_one(*_: object) -> None:
+        made.append(1)
+        if len(made) > 1:
+            raise KeyboardInterrupt
+        raise ImportError("no model")
+
+    monkeypatch.setattr(models, "make_model", make_one)
+    with pytest.raises(KeyboardInterrupt):
+        experiments.run_experiment("models", Context(torch.device("cpu"), True, tmp_path))
+    kept = Result.from_json(json.loads((tmp_path / "models.json").read_text(encoding="utf-8")))
+    assert kept.rows and set(kept.column("model")) == {"Llama"}
