@@ -224,9 +224,9 @@ struct Backward : BackwardBase<T, kHeadDimension, kOptions, kShared> {
       score_product<RowTile>(dscores, places, v_tile, score_key(0), dout_tile, score_query());
     }
     const int first = now.m * kQueries + this->part_query;
-    const int end = Gradients::kMasksEnd ? min(extent()->unmasked_end, extent()->length_q) : extent()->unmasked_end;
-    const bool unmasked =
-        Visibility::is_whole(now) && first >= extent()->unmasked_begin && first + Base::kPartQueries <= end;
+    const bool unmasked = Visibility::is_whole(now) && first >= extent()->unmasked_begin &&
+                          first + Base::kPartQueries <= extent()->unmasked_end &&
+                          (!Gradients::kMasksEnd || first + Base::kPartQueries <= extent()->length_q);
     unmasked && !Gradients::kMasksAlways ? weigh_and_differentiate<false>(now, weights, dscores)
                                          : weigh_and_differentiate<true>(now, weights, dscores);
     this->store_scores(dscore_tile, dscores);
