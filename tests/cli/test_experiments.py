@@ -149,7 +149,7 @@ def test_scores_and_masks_are_compared_with_equivalent_calls(results: dict[str, 
     rate, of_causal, causal = (
         masks.value(column, mask="one document", pass_="forward") for column in ("rate", "of causal", "ours, causal")
     )
-    assert of_causal == pytest.approx(100 * rate * 1e12 / (2 * 4 * 1024**2 * 128 / causal * 1e3))
+    assert of_causal == pytest.approx(100 * rate * 1e12 / (2 * 2 * 1024**2 * 64 / causal * 1e3))
     assert masks.plot.series["ours, forward"] == sorted(masks.plot.series["ours, forward"])
 
 

@@ -20,7 +20,7 @@ TINY: dict[str, dict[str, Any]] = {
     "memory": dict(B=1, H=1, S=(1024, 2048), D=64, dtype="fp32"),
     "traffic": dict(B=2, H=3, S=128, D=16, dtype="fp32"),
     "scores": dict(B=1, H=4, S=(512, 1024), D=128, dtype="fp32"),
-    "masks": dict(B=1, H=4, S=1024, D=128, dtype="fp32"),
+    "masks": dict(B=1, H=2, S=1024, D=64, dtype="fp32"),
     "tiles": dict(B=1, H=1, S=200, D=16, dtype="fp32", tiles=(64, 128)),
     "profile": dict(B=1, H=2, S=64, D=16, dtype="fp32"),
     "llama": dict(B=1, S=64, heads=2, D=16, mlp=64, layers=2, rounds=2, dtype="fp32"),
