@@ -26,7 +26,7 @@ from ..timing import burst_ms, reported, time_interleaved, wall_clock
 from .harness import OURS, SDPA, Context, Measured, Sizes, size_table
 from .llama import GIB, PEAK, RATE
 from .render import write_json
-from .result import Result, cell, labels, measured, number, quotient
+from .result import NOT_MEASURED, Result, cell, labels, measured, number, quotient
 
 EAGER = "eager"
 # name in this table -> attn_implementation of transformers
@@ -141,6 +141,8 @@ def compare(result: Result) -> None:
                 result.compare(
                     f"{what} of {model}, {case}, {fastest} relative to ours", quotient(others[fastest], ours)
                 )
+            elif ours is None:
+                result.compare(f"{what} of {model}, {case}", NOT_MEASURED)
             memory = (number(result.value(PEAK, attention=name, **where), ".1f", " GiB") for name in (fastest, OURS))
             if fastest and result.value(PEAK, attention=OURS, **where) is not None:
                 result.compare(f"{PEAK} of that, {fastest} to ours, measured once", " to ".join(memory))
