@@ -58,11 +58,7 @@ auto tensor_map_encoder() {
 
 int multiprocessors() { return device_attribute<cudaDevAttrMultiProcessorCount>(); }
 
-// A private build may name another number, to run the tiles of GPUs that have less.
-#if !defined(FLASHATTN_EXT_MOST_SHARED)
-#define FLASHATTN_EXT_MOST_SHARED device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>()
-#endif
-int most_shared_memory() { return FLASHATTN_EXT_MOST_SHARED; }
+int most_shared_memory() { return device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>(); }
 
 int shared_memory_of_multiprocessor() { return device_attribute<cudaDevAttrMaxSharedMemoryPerMultiprocessor>(); }
 
