@@ -16,9 +16,8 @@ from . import block_lists
 from .block_lists import BLOCK, BYTES, HIDDEN, WHOLE, WORDS, blocks_in
 
 _MOST_PAIRS = 1 << 20  # evaluated at once, or a strip of one head: temporaries of 16 bytes each are 16 MB
-_MOST_DENSE_PAIRS = (
-    4 << 20
-)  # of a matrix, whose temporaries have 5 bytes each: on a GPU the launches of a strip cost more than its pairs
+# Pairs of a matrix on a GPU, whose temporaries have 5 bytes each: the launches of a strip cost more than its pairs.
+_MOST_DENSE_PAIRS = 4 << 20
 _MOST_KEPT = 16 << 20  # bytes of bits of all blocks, up to which no strip is evaluated again
 
 

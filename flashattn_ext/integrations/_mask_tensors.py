@@ -103,9 +103,8 @@ class LayerMask(Tensor):
     _source: tuple[LayerMask, Operation, tuple[Any, ...]] | None  # set for a view: the mask, and the operation on it
     _shown: bool  # a view of eager's mask was given away, or it was written to, where torch counts no writes
     _kept: Mask | None
-    known: (
-        tuple[int, int, Any] | None
-    )  # what attention has made of this mask for a number of queries and keys, while it is untouched()
+    # What attention has made of this mask for a number of queries and keys, as long as it is untouched().
+    known: tuple[int, int, Any] | None
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 

@@ -394,7 +394,7 @@ def _broadcast(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> tuple[Tenso
 # On an H200 layers share it, made in 0.6 ms at 1024 x 1024. Forward and backward of 16 heads of 64 and 128 take 0.85 and 1.03 of the
 # time of a dense bias where every block is partial, and 0.65 and 0.75 where half of them are hidden.
 _LEAST_OF_BLOCKS = {"cpu": 512 * 512, "cuda": 1024 * 1024}
-# Of the latest masks, for all layers that get them.
+# The BlockMasks of the latest boolean masks, which all layers that get such a mask share.
 _block_masks = TensorCache(most=2)
 
 

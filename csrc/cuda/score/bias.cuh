@@ -145,7 +145,7 @@ struct TileBias : DistanceBias<kTransposed, kRowTiles, kColumnTiles> {
   using Narrow = std::conditional_t<sizeof(T) == 2, T, __nv_bfloat16>;
 };
 
-// Of which scores a warp's tile has the biases: from row `row` and key `key` of a head on.
+// The place of a warp's tile of scores, on which its biases depend: it begins at row `row` and key `key` of a head.
 template <class Mask>
 struct BiasPlace {
   int b, h;
@@ -161,7 +161,7 @@ struct BiasPlace {
 template <class Mask>
 BiasPlace(int, int, Mask, int, int) -> BiasPlace<Mask>;
 
-// The same, with elements that `read` has loaded before the products of the tile, which hide their latency.
+// A TileBias with elements that `read` has loaded before the products of the tile, which hide their latency.
 template <class T, bool kTransposed, int kRowTiles, int kColumnTiles>
 struct TileBiasAhead : TileBias<T, kTransposed, kRowTiles, kColumnTiles> {
   using Base = TileBias<T, kTransposed, kRowTiles, kColumnTiles>;

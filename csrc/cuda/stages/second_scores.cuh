@@ -18,7 +18,7 @@ namespace flashattn_ext {
 struct SecondRows {
   const float *lse, *log2_sum, *delta, *r, *tlse;
 };
-// Those of rows `query` and `query + 1`.
+// The statistics of queries `query` and `query + 1`.
 struct RowPair {
   float2 lse, delta, r, tlse;
 

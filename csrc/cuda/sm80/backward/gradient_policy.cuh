@@ -4,9 +4,8 @@
 // kQueryTiles: of a warp's scores; step: a KeyTileStep.
 //   Workspace                of the call
 //   kMasksAlways             the mask of every score is checked, also in tiles that need none
-//   kMasksEnd                the mask is also checked in a tile with rows after the last query: their products are 0,
-//   but
-//                            a bias of a distance that no pair has may add a NaN to them
+//   kMasksEnd                the mask is also checked in a tile with rows after the last query. Their products are 0,
+//                            but the bias of a distance that no pair has may be NaN
 //   kTwoWords                weights always come from both words of lse; plain kernels of fp32 have them too
 //   kRowBytes                of shared memory, behind lse and delta of a stage, for each query
 //   load_row(more, i, ...)   fills them for query i of a stage; exists: whether it is within the sequence

@@ -274,7 +274,7 @@ struct Forward {
     }
   }
 
-  // Of this warp's scores against key tile n.
+  // The BiasPlace of this warp's scores against key tile n.
   __device__ auto bias_place(int n) const {
     return BiasPlace{head()->b, head()->h, mask(), ptx::opaque(row0) + tile_row(0), n * kKeys};
   }

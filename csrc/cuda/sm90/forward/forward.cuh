@@ -212,7 +212,7 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
   }
   __device__ __forceinline__ int ping_pong() const { return kForwardPingPong + team * kGroups; }
 
-  // Of this warp's scores against key tile n.
+  // The BiasPlace of this warp's scores against key tile n.
   __device__ __forceinline__ auto bias_place(const SeenWork& work, int n) const {
     return BiasPlace{work.b, work.h, work.mask(p), work.row0 + warp_row, n * kKeys};
   }

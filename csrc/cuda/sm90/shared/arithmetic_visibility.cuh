@@ -21,7 +21,7 @@
 //   hide(..., x, row)     masks scores beside causal and window. row: of this lane's first score
 //   take_poisoned(shared, parity, warp_row, poisoned)
 //                         whether rows g and g + 8 of the result of the query tile are NaN
-// Those of a Mask and of a BlockMask are in forward/visibility_policy.cuh.
+// The policies of a Mask and of a BlockMask are in forward/visibility_policy.cuh.
 #pragma once
 
 #include "cuda/ptx/barrier.cuh"

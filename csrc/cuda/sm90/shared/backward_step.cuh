@@ -49,7 +49,7 @@ struct BackwardStep {
   const Workspace& workspace;
   Shared& shared;
   const int stage;  // of the queries
-  // Of the stage. A warpgroup reads it while products are computed: read afterwards, it would be waited for.
+  // Whether rows of the stage have marks. A warpgroup reads it while products run: a later read would be waited for.
   const int has_marks;
   const int group, warp_key;  // the warpgroup; the first of this warp's 16 keys, within the tile
 

@@ -94,7 +94,7 @@ struct MaskedBackwardWork : BackwardWork {
   IntervalPairs pairs;  // intervals of the sequence
 };
 
-// Of how many steps of a thread block the description is kept for the warp that adds dq, with a Mask or a BlockMask.
+// How many steps of a thread block are described at a time for the warp that adds dq, with a Mask or a BlockMask.
 constexpr int kStepsKept = 8;  // more than the stages of queries plus the two steps by which dq may lag
 
 __device__ __forceinline__ KeyExtremes key_extremes(const AttnParams& p, const BackwardWork& work) {
