@@ -1,6 +1,6 @@
 """Mixture of block attention: a GPT whose queries see their own block of tokens and the blocks that a router chooses, as in MoBA.
 
-    python examples/moba.py             on the CPU in about two minutes
+    python examples/moba.py             on a GPU, or on the CPU in about two minutes
     python examples/moba.py --best 5    with more blocks; 8 are full attention
 
 The router has no weights: a block of queries sees the earlier blocks of keys whose mean has the largest product with the mean of its
@@ -50,16 +50,16 @@ class RoutedAttention(nanogpt.Attention):
         return self.project(flashattn_ext.forward(q, k, v, causal=True, mask=mask).flatten(2))
 
 
-def trained(best: int | None, steps: int, data: Tensor) -> float:
-    """Trains a model, and returns the mean loss of its last steps."""
+def trained(best: int | None, steps: int, data: Tensor, device: str) -> float:
+    """Trains a model on a device, and returns the mean loss of its last steps."""
     torch.manual_seed(0)
     RoutedAttention.best = best
-    model = nanogpt.GPT()
+    model = nanogpt.GPT().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.99), weight_decay=0.1)
     losses = []
     for step in range(steps):
         starts = torch.randint(len(data) - CONTEXT - 1, (BATCH,))
-        window = torch.stack([data[start : start + CONTEXT + 1] for start in starts])
+        window = torch.stack([data[start : start + CONTEXT + 1] for start in starts]).to(device)
         loss = F.cross_entropy(model(window[:, :-1]).flatten(0, 1), window[:, 1:].flatten())
         optimizer.zero_grad()
         loss.backward()
@@ -78,13 +78,14 @@ def main() -> None:
     parser.add_argument(
         "--best", type=int, default=3, help=f"blocks of {BLOCK} that a block of queries sees, of {CONTEXT // BLOCK}"
     )
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
     data = torch.tensor([token for document in documents(longest=1 << 30) for token in document])
     nanogpt.Attention, nanogpt.CONTEXT = RoutedAttention, CONTEXT  # type: ignore[misc]
     print(f"{options.best} of {CONTEXT // BLOCK} blocks")
-    routed = trained(options.best, options.steps, data)
+    routed = trained(options.best, options.steps, data, options.device)
     print("all blocks")
-    full = trained(None, options.steps, data)
+    full = trained(None, options.steps, data, options.device)
     print(f"mean loss of the last 20 steps: {routed:.3f} with {options.best} blocks, {full:.3f} with full attention")
 
 
