@@ -126,12 +126,8 @@ def test_a_reason_is_given_exactly_where_few_queries_run_other_kernels(
         support = support_of(tensors, options_of(name, rows, heads[0], device, packed), packed)
         assert support and support.refusal == ""
         assert (support.slow == "") == runs_few_rows(tensors, longer, name, packed)
-        takes_centres = dtype.itemsize == 2 or device == "cpu"
-        is_lacking = {
-            "slopes with a gradient": takes_centres,
-            "bias": device != "cpu",
-        }
-        expected = [NAMES[name]] if name in NAMES and is_lacking.get(name, True) else []
+        is_lacking = name in NAMES and not (name == "bias" and device == "cpu")
+        expected = [NAMES[name]] if is_lacking else []
         assert re.findall(r"because of (.*?)\. ", support.slow) == expected
         queries = f"{rows} quer{'y' if rows == 1 else 'ies'}"
         assert not support.slow or queries in support.slow.split(" run")[0]
