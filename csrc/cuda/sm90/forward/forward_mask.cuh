@@ -306,7 +306,8 @@ __device__ __forceinline__ void inspect_values(Shared& shared, int warp, const E
   for (RingPosition<kStages> at;; at.advance()) {
     const auto& tile = shared.partial_tiles[at.stage];
     ptx::barrier_wait(&shared.v_arrived[at.stage], at.parity);
-    const int stage = tile.stage;
+    // Lane 0 alone reads the stage, because it also arrives for the warp when the slot may be written again.
+    const int stage = uniform(lane() == 0 ? tile.stage : 0);
     if (stage < 0) return;
     const bool found = Operands::template isolate<kInspectors>(shared.v[stage], warp, [&](int i, bool finite) {
       if (finite) return;

@@ -71,8 +71,10 @@ struct ListedInspector {
     for (;; at.advance()) {
       auto& listed = shared.listed[0];
       ptx::barrier_wait(&listed.arrived[at.stage], at.parity);
-      const int what = uniform(static_cast<int>(listed.inspections[at.stage].what));
-      const int stage = uniform(listed.inspections[at.stage].stage);
+      // Lane 0 alone reads the slot, because it also arrives for the warp when the slot may be written again.
+      Inspection now{};
+      if (lane() == 0) now = listed.inspections[at.stage];
+      const int what = uniform(static_cast<int>(now.what)), stage = uniform(now.stage);
       if (what == Inspection::kEnd) return;
       const bool found = what == Inspection::kKeys ? inspect_keys(stage) : inspect_queries(stage);
       if (found) ptx::fence_async_shared();
