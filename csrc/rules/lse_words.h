@@ -38,7 +38,10 @@ struct LseWords {
   // that of a weight, and the words come from lse alone: a backward that is given no more has the same bits.
   FLASHATTN_HOST_DEVICE static LseWords of(const AttnParams& p, int64_t b, int64_t h, int64_t row) {
     const Real lse = static_cast<const Real*>(p.lse.data)[b * p.lse.batch_stride + h * p.lse.head_stride + row];
-    if (!p.lse_words.data || (lse > -kOneWord && lse < kOneWord)) return of_lse(lse);
+    return !p.lse_words.data || (lse > -kOneWord && lse < kOneWord) ? of_lse(lse) : given(p, b, h, row);
+  }
+  // Both words as the forward wrote them, of a call that has them.
+  FLASHATTN_HOST_DEVICE static LseWords given(const AttnParams& p, int64_t b, int64_t h, int64_t row) {
     const TensorView& t = p.lse_words;
     const Real* const words =
         static_cast<const Real*>(t.data) + b * t.batch_stride + h * t.head_stride + row * t.row_stride;

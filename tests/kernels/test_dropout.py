@@ -177,3 +177,15 @@ def test_everything_dropped_in_a_row_gives_zero(device: str, dtype: torch.dtype)
     assert empty.any() and not got.out.transpose(1, 2)[empty].any()
     zeros = torch.zeros_like(got.grads["q"].transpose(1, 2)[empty], dtype=torch.float64)
     assert_within_rule("dq of emptied rows", got.grads["q"].transpose(1, 2)[empty], zeros, zeros)
+
+
+@pytest.mark.no_emulator  # its delta comes from the rounded out
+@pytest.mark.parametrize("D", [32, 64, 128, 200, 300])
+def test_rows_that_see_one_key_have_no_gradient_through_it(device: str, dtype: torch.dtype, D: int) -> None:
+    """The weight of an only key is 1 whatever its logit, so that dq and dk are 0 although out, value / p_keep, is rounded."""
+    q, k, v, dout = (torch.randn(2, 90, 2, D, device=device, dtype=dtype) for _ in range(4))
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    out = flashattn_ext.forward(*leaves, window_size=(0, 0), dropout_p=0.75, rng_seed=5)
+    dq, dk, dv = torch.autograd.grad(out, leaves, dout)
+    assert max(dq.abs().max().item(), dk.abs().max().item()) <= 1e-5
+    assert dv.abs().max() > 1

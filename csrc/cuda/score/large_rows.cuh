@@ -7,8 +7,9 @@
 // marked rows, in place. The mark is -0: the ordinary arithmetic, which follows, subtracts nothing more.
 //
 // In many large rows a single key has all the weight. Its dP - delta is then the rounding error of two sums, which dS
-// would carry into products with large queries and keys. Such a row, whose second word is 0, has a mark of its own:
-// prepare leaves <dout, out> out of delta, the kernels take dP as 0, and its weight is exactly 1.
+// would carry into products with large queries and keys. With dropout, rows of any size have that error, because `out`
+// is the value times 1 / p_keep, rounded. Such a row, whose second word is 0, has a mark of its own: prepare leaves
+// <dout, out> out of delta, the kernels take dP as 0, and its weight is exactly 1.
 #pragma once
 
 #include <climits>
@@ -23,9 +24,21 @@ constexpr float kOneWordBelow = 1024;
 
 // +inf, of a row without keys, and NaN are not large.
 __device__ __forceinline__ bool is_large(float lse) { return fabsf(lse) >= kOneWordBelow && fabsf(lse) < infinity(); }
-// Whether one key, or the sink, has all the weight of a large row.
+// Whether one key, or the sink, has all the weight of a row with these words_of_backward.
 __device__ __forceinline__ bool has_one_weight(const LseWords<float>& words) {
-  return __float_as_int(words.log2_sum) == 0 && is_large(words.top);
+  return __float_as_int(words.log2_sum) == 0 && fabsf(words.top) < infinity();
+}
+// The words of a row for a backward. Those of a small row whose weight is one key's say so only with dropout: without
+// it dP - delta is exact, and the raw backward, which is given lse alone, has the same bits.
+__device__ __forceinline__ LseWords<float> words_of_backward(const AttnParams& p, int64_t b, int64_t h, int64_t row) {
+  LseWords<float> words = LseWords<float>::of(p, b, h, row);
+  if (is_large(words.top)) return words;
+  if (p.has_dropout() && p.lse_words.data) {
+    const LseWords<float> given = LseWords<float>::given(p, b, h, row);
+    if (has_one_weight(given)) return given;
+  }
+  if (has_one_weight(words)) words.log2_sum = -0.f;
+  return words;
 }
 
 // One word for a row, or a mark, from its log-sum-exp.

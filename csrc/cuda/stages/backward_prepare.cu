@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(kPrepareThreads)
   }
   for (int distance = lanes / 2; distance > 0; distance /= 2) delta += __shfl_xor_sync(~0u, delta, distance);
   if (!valid || lane != 0) return;
-  const LseWords<float> words = LseWords<float>::of(p, b, h, row);
+  const LseWords<float> words = words_of_backward(p, b, h, row);
   const float dlse = p.dlse.data ? *row_statistic(p.dlse, b, h, row) : 0.f;
   const bool one_weight = has_one_weight(words);
   workspace.delta[index] = ((one_weight ? 0.f : delta) - dlse) / workspace.keep_scale;
