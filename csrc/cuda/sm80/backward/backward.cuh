@@ -303,29 +303,25 @@ void launch_backward(const AttnGradParams& p) {
 
 // Calls body(size) with the shared memory of the kernel for this GPU, as a std::integral_constant.
 template <class T, int kHeadDim, Options kOptions, class Body>
-auto with_shared_memory(const Body& body) {
-  auto call = [&](auto size) {
+auto with_backward_size(const Body& body) {
+  return with_shared_memory(most_shared_memory(), [&](auto size) {
     constexpr int kShared = decltype(size)::value, kOfKernel = size_of_same_tile<T, kHeadDim, kOptions, kShared>();
     static_assert(Backward<T, kHeadDim, kOptions, kOfKernel>::kSharedBytes <=
                   std::max(kShared, least_shared(sizeof(T), kHeadDim)));
     return body(std::integral_constant<int, kOfKernel>());
-  };
-  const int most = most_shared_memory();
-  return most >= kLargeShared    ? call(std::integral_constant<int, kLargeShared>())
-         : most >= kMediumShared ? call(std::integral_constant<int, kMediumShared>())
-                                 : call(std::integral_constant<int, kSmallShared>());
+  });
 }
 
 template <class T, int kHeadDim, Options kOptions>
 size_t backward_bytes(const AttnGradParams& p) {
-  return with_shared_memory<T, kHeadDim, kOptions>([&](auto size) {
+  return with_backward_size<T, kHeadDim, kOptions>([&](auto size) {
     return static_cast<size_t>(backward_workspace<T, kHeadDim, kOptions, decltype(size)::value>(p).bytes);
   });
 }
 
 template <class T, int kHeadDim, Options kOptions>
 void backward(const AttnGradParams& p) {
-  with_shared_memory<T, kHeadDim, kOptions>(
+  with_backward_size<T, kHeadDim, kOptions>(
       [&](auto size) { launch_backward<T, kHeadDim, kOptions, decltype(size)::value>(p); });
 }
 

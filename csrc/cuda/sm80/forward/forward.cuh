@@ -76,14 +76,15 @@ struct ForwardPolicies<kGeneral> {
   using Dropping = OptionalDropout;
 };
 
-template <class T, int kHeadDim, Options kOptions>
+// kShared: bytes of shared memory that a thread block may have, one of the sizes of tiles.h; it chooses the tile.
+template <class T, int kHeadDim, Options kOptions, int kShared>
 struct Forward {
   using Core = TensorCore<T>;
   using Policies = ForwardPolicies<kOptions>;
   using Visibility = VisibilityOf<Forward, Policies::kHasMask>;
   using Dropping = typename Policies::Dropping;
   using Step = typename Visibility::Step;
-  static constexpr ForwardTile kTile = tile_of<kernel_table::kSm80Forward, T, kHeadDim, kOptions>();
+  static constexpr ForwardTile kTile = forward_tile<T, kHeadDim, kOptions, kShared>();
   static constexpr int kThreads = kTile.warps * 32, kRowTiles = kTile.row_tiles, kStages = kTile.stages;
   static constexpr bool kHasOption = Dropping::kDrops || kOptions == kScores;
   static constexpr int kQueries = kTile.queries(), kKeys = step_keys<kHeadDim, kHasOption>(kTile);
@@ -117,7 +118,7 @@ struct Forward {
   static_assert(RowTile::kSwizzled || (kColumns == kHeadDim && kSlots <= kQueries + 2 * kKeys));
   static constexpr int kSharedBytes =
       kTileElements * static_cast<int>(sizeof(T)) + (RowTile::kSwizzled ? kSlots * kVectorBytes : 0);
-  static_assert(kSharedBytes <= least_shared(sizeof(T), kHeadDim));
+  static_assert(kSharedBytes <= (kShared < kLargeShared ? kShared : least_shared(sizeof(T), kHeadDim)));
   static constexpr int kResident = forward_blocks(kTile, kSharedBytes);
 
   const AttnParams& p;
@@ -360,12 +361,17 @@ struct Forward {
   }
 };
 
-template <class T, int kHeadDim, Options kOptions>
-__global__ void __launch_bounds__(Forward<T, kHeadDim, kOptions>::kThreads, Forward<T, kHeadDim, kOptions>::kResident)
+template <class T, int kHeadDim, Options kOptions, int kShared>
+__global__ void __launch_bounds__(Forward<T, kHeadDim, kOptions, kShared>::kThreads,
+                                  Forward<T, kHeadDim, kOptions, kShared>::kResident)
     forward_kernel(const __grid_constant__ AttnParams p, const __grid_constant__ TileOrder order,
-                   const __grid_constant__ typename Forward<T, kHeadDim, kOptions>::Score score) {
-  extern __shared__ __align__(16) unsigned char shared[];
-  Forward<T, kHeadDim, kOptions>(p, score, reinterpret_cast<T*>(shared)).run(order);
+                   const __grid_constant__ typename Forward<T, kHeadDim, kOptions, kShared>::Score score) {
+  if constexpr (kRunsHere<kShared>) {
+    extern __shared__ __align__(16) unsigned char shared[];
+    Forward<T, kHeadDim, kOptions, kShared>(p, score, reinterpret_cast<T*>(shared)).run(order);
+  } else {
+    __trap();
+  }
 }
 
 // Calls run(part) for every kColumns columns of v and out: `part` is the call for these columns alone. lse is the same
@@ -381,13 +387,13 @@ void for_columns(const AttnParams& p, const Run& run) {
   }
 }
 
-template <class T, int kHeadDim, Options kOptions>
+template <class T, int kHeadDim, Options kOptions, int kShared>
 void forward_columns(const AttnParams& p) {
-  using Kernel = Forward<T, kHeadDim, kOptions>;
+  using Kernel = Forward<T, kHeadDim, kOptions, kShared>;
   const int64_t blocks = tile_count(p.seqlen_q, Kernel::kQueries);
   for_columns<Kernel::kColumns>(p, [&](const AttnParams& part) {
-    launch(forward_kernel<T, kHeadDim, kOptions>, "forward", part, blocks * p.batch * p.heads_q, Kernel::kThreads,
-           Kernel::kSharedBytes, forward_order(part, blocks, sizeof(T)), Kernel::Score::of(part));
+    launch(forward_kernel<T, kHeadDim, kOptions, kShared>, "forward", part, blocks * p.batch * p.heads_q,
+           Kernel::kThreads, Kernel::kSharedBytes, forward_order(part, blocks, sizeof(T)), Kernel::Score::of(part));
   });
 }
 
@@ -397,7 +403,9 @@ void forward(const AttnParams& p) {
   if constexpr (kHeadDim > 256 && sizeof(T) == 2 && kOptions == kPlain) {
     forward_large<T, kHeadDim>(p);
   } else {
-    forward_columns<T, kHeadDim, kOptions>(p);
+    with_shared_memory(most_shared_memory(), [&](auto size) {
+      forward_columns<T, kHeadDim, kOptions, size_of_forward<T, kHeadDim, kOptions, decltype(size)::value>()>(p);
+    });
   }
 }
 

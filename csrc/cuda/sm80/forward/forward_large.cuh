@@ -308,10 +308,8 @@ void launch_forward_large(const AttnParams& p) {
 
 template <class T, int kHeadDim>
 void forward_large(const AttnParams& p) {
-  const int shared = most_shared_memory();
-  shared >= kLargeShared    ? launch_forward_large<T, kHeadDim, kLargeShared>(p)
-  : shared >= kMediumShared ? launch_forward_large<T, kHeadDim, kMediumShared>(p)
-                            : launch_forward_large<T, kHeadDim, kSmallShared>(p);
+  with_shared_memory(most_shared_memory(),
+                     [&](auto size) { launch_forward_large<T, kHeadDim, decltype(size)::value>(p); });
 }
 
 }  // namespace flashattn_ext::sm80

@@ -1,9 +1,10 @@
 // Tiles of the sm_80 kernels by the shared memory that the GPU gives a thread block. A backward has a tile for each of
-// the three sizes below. Second derivatives have two: with kLarge the GPU gives kLargeShared, and the other tile fits
-// into derivative_shared().
+// the three sizes below, and so has a plain forward where kForwardsOfLessShared names one. Second derivatives have two:
+// with kLarge the GPU gives kLargeShared, and the other tile fits into derivative_shared().
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "cuda/table/kernel_table.h"
 
@@ -12,6 +13,14 @@ namespace flashattn_ext::sm80 {
 // Bytes of shared memory that a thread block may have: on GPUs of compute capability 8.6, 8.9 and 12.0, on 8.0 and 8.7,
 // and on Hopper and newer data centre GPUs.
 constexpr int kSmallShared = 99 * 1024, kMediumShared = 163 * 1024, kLargeShared = 227 * 1024;
+
+// Calls body(size) with the largest of these sizes that is at most `most`, as a std::integral_constant.
+template <class Body>
+auto with_shared_memory(int most, const Body& body) {
+  return most >= kLargeShared    ? body(std::integral_constant<int, kLargeShared>())
+         : most >= kMediumShared ? body(std::integral_constant<int, kMediumShared>())
+                                 : body(std::integral_constant<int, kSmallShared>());
+}
 
 // The shared memory that the kernels of a class of head dims require, by the bytes of an element. fp32 rows of more
 // than 384 columns do not fit into kSmallShared.
@@ -49,6 +58,42 @@ template <class T, int kHeadDim, int kShared>
 constexpr ForwardTile large_forward_tile() {
   constexpr int kRow = row_of_kernel(kernel_table::kSm80Forward, kTypeOf<T>, kHeadDim, kPlain);
   return kernel_table::kSm80Forward[kRow].tiles[kShared >= kLargeShared ? 0 : kShared >= kMediumShared ? 1 : 2];
+}
+
+// Tiles of the plain forward in 16 bits for GPUs with one of the smaller sizes, on whose multiprocessors too few thread
+// blocks of the table's tile are resident. All others run the table's.
+struct ForwardOfLessShared {
+  int head_dim, shared;
+  ForwardTile tile;
+};
+// TFLOP/s on an H200 with as much shared memory, full / causal, 4 x 4096 tokens; of the table's tile:
+inline constexpr ForwardOfLessShared kForwardsOfLessShared[] = {
+    {128, kSmallShared, {4, 2, 32, 2}},   // 313 / 303; 279 / 266
+    {192, kSmallShared, {8, 1, 64, 1}},   // 297 / 283; 236 / 228
+    {256, kMediumShared, {8, 1, 64, 1}},  // 320 / 306; 271 / 261
+};
+template <class T, int kHeadDim, Options kOptions, int kShared>
+constexpr const ForwardOfLessShared* forward_of_less_shared() {
+  if (sizeof(T) != 2 || kOptions != kPlain) return nullptr;
+  for (const auto& entry : kForwardsOfLessShared) {
+    if (entry.head_dim == kHeadDim && entry.shared == kShared) return &entry;
+  }
+  return nullptr;
+}
+// The tile of a forward (forward.cuh) on a GPU whose thread blocks may have kShared bytes, one of the three sizes.
+template <class T, int kHeadDim, Options kOptions, int kShared>
+constexpr ForwardTile forward_tile() {
+  constexpr const ForwardOfLessShared* kOther = forward_of_less_shared<T, kHeadDim, kOptions, kShared>();
+  if constexpr (kOther != nullptr) {
+    return kOther->tile;
+  } else {
+    return tile_of<kernel_table::kSm80Forward, T, kHeadDim, kOptions>();
+  }
+}
+// The size whose kernel runs on such a GPU: kLargeShared unless it has a tile of its own.
+template <class T, int kHeadDim, Options kOptions, int kShared>
+constexpr int size_of_forward() {
+  return forward_of_less_shared<T, kHeadDim, kOptions, kShared>() ? kShared : kLargeShared;
 }
 
 // Keys of a step. Where register pressure is highest, code for sm_80 spills with more than 32 keys; kHasOption:
