@@ -74,7 +74,7 @@ SIZES = size_table(
             ("Llama", 8, 4096, DYNAMIC, 16), ("Llama", 1, 32768, DYNAMIC, 16), ("Gemma 2", 8, 4096, DYNAMIC, 21),
             ("gpt-oss", 8, 4096, DYNAMIC, 12), ("Llama", 8, 4096, STATIC, 16),
         ),
-        new_tokens=33, rounds=5, generations=2, vocabulary=32768, shrink=1, dtype="bf16", seconds=200,
+        new_tokens=33, rounds=5, generations=2, vocabulary=32768, shrink=1, dtype="bf16", seconds=600,
     ),
     gpu_quick=dict(
         train=(("Llama", 4096, 1, 2), ("Llama", 4096, 4, 2)), generate=(("Llama", 4, 1024, DYNAMIC, 4),), rounds=3
