@@ -82,6 +82,10 @@ std::string private_format(const at::Tensor& tensor) {
 
 FLASHATTN_EXPORT const char* flashattn_ext_ascend_soc() { return FLASHATTN_SOC; }
 
+// A function of CANN that the acl_rt.h inside torch-npu 2.6 to 2.9 does not declare. The compiler may find that header
+// before the one of CANN.
+extern "C" aclError aclrtGetDeviceSatMode(aclrtFloatOverflowMode* mode);
+
 // Whether the device makes results that are not finite finite: 1 or 0, or -1 where the runtime does not say.
 FLASHATTN_EXPORT int flashattn_ext_ascend_saturates() {
   aclrtFloatOverflowMode mode = ACL_RT_OVERFLOW_MODE_UNDEF;
