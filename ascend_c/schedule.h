@@ -11,7 +11,6 @@
 #include <kernel_operator.h>  // before the shared headers: it defines what they compile to
 
 #include "../csrc/rules/mask.h"
-#include "../csrc/rules/seqlen.h"
 #include "interval_tiles.h"
 #include "tiles.h"
 

@@ -1,7 +1,7 @@
 // Sizes of tiles and buffers on Atlas A2 and A3, and the numbers of flags. docs/ascend_kernels.md shows their users.
 #pragma once
 
-#include "../csrc/portable.h"
+#include "../csrc/params.h"
 
 namespace flashattn_ext {
 namespace ascend {

@@ -8,7 +8,17 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "portable.h"
+// Lets the shared definitions (mask, score, dropout, seqlen) compile as host C++, CUDA and Ascend C alike. On the host
+// they are always inlined: the CPU kernels compile them once for each instruction set, and the linker must not merge
+// those copies.
+#if defined(__CUDACC__)
+#define FLASHATTN_HOST_DEVICE __host__ __device__ __forceinline__
+#elif defined(__CCE_AICORE__) || defined(__NPU_ARCH__)
+#define FLASHATTN_HOST_DEVICE __aicore__ inline
+#define FLASHATTN_NO_DOUBLE  // the scalar unit has no fp64
+#else
+#define FLASHATTN_HOST_DEVICE inline __attribute__((always_inline))
+#endif
 
 namespace flashattn_ext {
 
@@ -69,7 +79,7 @@ struct IntervalView {
   int64_t extremes_head_stride = 0;
 };
 
-// A BlockMask, as block_mask.h describes it: [B or 1, Hm, L] words and blocks of bits. Strides are in words.
+// A BlockMask, as rules/mask.h describes it: [B or 1, Hm, L] words and blocks of bits. Strides are in words.
 struct BlockMaskView {
   const int32_t* lists = nullptr;
   const uint32_t* bits = nullptr;

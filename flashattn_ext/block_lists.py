@@ -1,6 +1,6 @@
 """The two tensors of a BlockMask: `lists`, which blocks of 128 rows x 128 keys a row or a key has, and `bits`, what of a block is visible.
 
-csrc/rules/block_mask.h describes their layout, which kernels read. In between stands the grid of a mask: int32 [B or 1, Hm, R, C],
+csrc/rules/mask.h describes their layout, which kernels read. In between stands the grid of a mask: int32 [B or 1, Hm, R, C],
 for every block of rows and of keys HIDDEN, WHOLE, or the number of its bits. Only constructors, `&` and what shows a mask make one.
 Nothing here waits for the device.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-BLOCK = 128  # rows and keys of a block: kMaskBlock in csrc/rules/block_mask.h
+BLOCK = 128  # rows and keys of a block: kMaskBlock in csrc/rules/mask.h
 HALF = BLOCK // 2  # from_blocks() takes multiples of it
 HIDDEN = -2
 WHOLE = HIDDEN + 1

@@ -26,7 +26,7 @@ class BlockMask:
     The constructor itself puts the tensors of a mask together again.
 
     Args:
-        lists: int32 [B or 1, Hm, L], the blocks of each row and key of blocks, with Hm of 1, Hk or Hq; csrc/rules/block_mask.h describes
+        lists: int32 [B or 1, Hm, L], the blocks of each row and key of blocks, with Hm of 1, Hk or Hq; csrc/rules/mask.h describes
             the layout. On the CPU every call checks the values. Elsewhere nothing does: results of other lists than those of a BlockMask
             mean nothing, and a deterministic backward may never end.
         bits: int32 [P, 128, 4], the visible pairs of partly visible blocks.

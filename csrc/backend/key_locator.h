@@ -4,9 +4,7 @@
 #pragma once
 
 #include "params.h"
-#include "portable.h"
 #include "rules/mask.h"
-#include "rules/seqlen.h"
 
 namespace flashattn_ext {
 

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "call/validate.h"
-#include "rules/block_mask.h"
+#include "rules/mask.h"
 #include "tensors/dtype_name.h"
 
 namespace flashattn_ext {
@@ -39,7 +39,7 @@ void check_list(const MaskBlock* entries, const int32_t* starts, int64_t lists, 
                         "without");
     }
   }
-  TORCH_CHECK_VALUE(is_list, "mask: expected the lists that BlockMask makes (block_mask.h), got other values");
+  TORCH_CHECK_VALUE(is_list, "mask: expected the lists that BlockMask makes (rules/mask.h), got other values");
 }
 
 // Throws unless both lists of every head are lists, and of the same blocks: a backward would wait forever for a block

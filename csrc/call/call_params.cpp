@@ -10,7 +10,6 @@
 #include <limits>
 #include <vector>
 
-#include "rules/block_mask.h"
 #include "rules/dropout.h"
 #include "rules/mask.h"
 #include "rules/score.h"
@@ -338,7 +337,6 @@ BiasGradients finished_meta(const AttnCall& given, const BackwardCall& b) {
   };
   return {
 #define CALL_BIAS(name, dims, takers, check) of(b.needs_d##name, given.name),
-#include "call/options.def"
   };
 }
 

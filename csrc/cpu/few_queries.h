@@ -4,7 +4,7 @@
 #pragma once
 
 #include "backend/key_locator.h"
-#include "portable.h"
+#include "params.h"
 #include "rules/mask.h"
 
 namespace flashattn_ext {

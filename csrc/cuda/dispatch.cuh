@@ -20,7 +20,7 @@
 #include "cuda/decode/prefill/chunks.h"
 #include "cuda/decode/prefill/prefill.h"
 #include "cuda/decode/split/decode.h"
-#include "cuda/host/device.h"
+#include "cuda/host/launch.cuh"
 #include "cuda/passes/aligned_rows.h"
 #include "cuda/passes/dropout_mask.h"
 #include "cuda/passes/mask_extremes.h"

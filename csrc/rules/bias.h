@@ -29,7 +29,6 @@
 #pragma once
 
 #include "params.h"
-#include "portable.h"
 
 namespace flashattn_ext {
 

@@ -6,7 +6,7 @@
 // holds in its fragment. docs/dropout.md states the mapping in words.
 #pragma once
 
-#include "portable.h"
+#include "params.h"
 
 namespace flashattn_ext {
 

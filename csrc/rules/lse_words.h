@@ -1,4 +1,41 @@
-// The log-sum-exp of a row in two words, which every derivative of a forward reads: one definition for every backend.
+// The softmax of a row before its first key and after its last one: the sink, an extra logit, and the log-sum-exp. One
+// definition for every backend.
+#pragma once
+
+#include "params.h"
+#include "rules/score.h"
+
+namespace flashattn_ext {
+
+// A sink of +inf takes all the weight of its rows: out is 0, lse is +inf and the gradient of lse is the sink's. Kernels
+// represent it as the largest finite number, because inf - inf would be NaN.
+
+// Whether a sink takes part in the softmax. A NaN sink does, so that the result is NaN.
+template <class Real>
+FLASHATTN_HOST_DEVICE bool sink_counts(Real sink) {
+  return sink != -kInfinite<Real>;
+}
+
+// The initial running maximum of a row with this sink, in units of log2. A finite sink is far below kLargest.
+template <class Real>
+FLASHATTN_HOST_DEVICE Real sink_maximum(Real sink) {
+  const Real maximum = in_log2_units(sink);
+  return maximum > kLargest<Real> ? kLargest<Real> : maximum;
+}
+
+// The log-sum-exp of a row, in natural units, from its maximum and log2 of its sum, both in units of log2.
+template <class Real>
+FLASHATTN_HOST_DEVICE Real row_lse(Real maximum, Real log2_sum) {
+  return maximum == kLargest<Real> ? kInfinite<Real> : in_natural_units(maximum + log2_sum);
+}
+
+// Natural logarithm of the weight of a sink in a row with the given log-sum-exp: 0 if the sink takes all the weight.
+template <class Real>
+FLASHATTN_HOST_DEVICE Real sink_log_weight(Real sink, Real lse) {
+  return lse == kInfinite<Real> ? Real(0) : sink - lse;
+}
+
+// The log-sum-exp of a row in two words, which every derivative of a forward reads.
 //
 //   log-sum-exp in units of log2 = top + log2_sum
 //   weight of a key              = exp2((factor * x - top) - log2_sum)
@@ -6,13 +43,6 @@
 // top is the maximum that the weights of the forward were relative to, log2_sum the logarithm of their sum. One word
 // cannot hold the log-sum-exp: an fp32 number near 10000 has a spacing of 0.001, which is the relative error of every
 // weight of the row, and one near -1e9, where all keys of a row have that bias, loses the number of keys.
-#pragma once
-
-#include "params.h"
-#include "portable.h"
-#include "rules/sink.h"
-
-namespace flashattn_ext {
 
 // Contiguous, as a row of AttnParams::lse_words is in memory.
 template <class Real>

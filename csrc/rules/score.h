@@ -30,7 +30,6 @@
 #include <limits>
 
 #include "params.h"
-#include "portable.h"
 
 namespace flashattn_ext {
 

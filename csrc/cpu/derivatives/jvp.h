@@ -11,7 +11,7 @@
 #include "cpu/score/isolated_rows.h"
 #include "cpu/vectors/schedule.h"
 #include "cpu/vectors/views.h"
-#include "rules/sink.h"
+#include "rules/lse_words.h"
 
 namespace flashattn_ext {
 namespace FLASHATTN_ISA {

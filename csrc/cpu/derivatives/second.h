@@ -10,7 +10,7 @@
 
 #include "cpu/backward/key_tile_walk.h"
 #include "cpu/derivatives/second_scores.h"
-#include "rules/sink.h"
+#include "rules/lse_words.h"
 
 namespace flashattn_ext {
 namespace FLASHATTN_ISA {

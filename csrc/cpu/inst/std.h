@@ -36,7 +36,5 @@
 #include "cpu/kernels.h"
 #include "derivative_params.h"
 #include "params.h"
-#include "rules/block_mask.h"
 #include "rules/dropout.h"
 #include "rules/mask.h"
-#include "rules/seqlen.h"

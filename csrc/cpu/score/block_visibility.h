@@ -1,4 +1,4 @@
-// The visibility policy of a BlockMask (block_mask.h) for one head. head_mask.h takes visible tiles from its lists, and
+// The visibility policy of a BlockMask (rules/mask.h) for one head. head_mask.h takes visible tiles from its lists, and
 // panel_mask.h takes the bits of a partial tile. In calls with a BlockMask a tile is one of its blocks (tile_size() in
 // tiles.h).
 #pragma once

@@ -1,7 +1,9 @@
-// Sizes of a call, and how its rows are placed in memory.
+// Sizes of a call, how its rows are placed in memory, and how arrays follow one another in its workspace.
 #pragma once
 
 #include <algorithm>
+#include <cstddef>
+#include <cstdint>
 
 #include "params.h"
 
@@ -42,5 +44,27 @@ inline const void* end_of(const TensorView& t, int64_t batch, int64_t heads, int
   const int64_t last = (batch - 1) * t.batch_stride + (heads - 1) * t.head_stride + (rows - 1) * t.row_stride;
   return static_cast<const char*>(t.data) + (last + columns) * element_bytes;
 }
+
+// Gives away a workspace from its beginning. With a workspace of nullptr the pointers have no meaning, and bytes() is
+// the size that the call needs.
+class Carver {
+ public:
+  explicit Carver(void* workspace) : begin_(static_cast<char*>(workspace)), next_(begin_) {}
+
+  // An array of `count` elements, aligned for every vector load.
+  template <class T>
+  T* take(int64_t count) {
+    constexpr int64_t kAlignment = 64;
+    char* const array = next_;
+    next_ += (count * static_cast<int64_t>(sizeof(T)) + kAlignment - 1) / kAlignment * kAlignment;
+    return reinterpret_cast<T*>(array);
+  }
+  // What is left of the workspace.
+  char* rest() const { return next_; }
+  size_t bytes() const { return static_cast<size_t>(next_ - begin_); }
+
+ private:
+  char *begin_, *next_;
+};
 
 }  // namespace flashattn_ext

@@ -1,17 +1,66 @@
-// Launches a kernel on the caller's stream; the error of a failed launch names the kernel and the sizes of the call.
-// Templates are defined here, other functions in runtime.cu.
+// What host code asks of CUDA: properties of the current device, tensor maps, and launches of kernels on the caller's
+// stream; the error of a failed launch names the kernel and the sizes of the call. Templates are defined here, other
+// functions in runtime.cu, so that the sources of kernels need no headers for them.
 #pragma once
 
+#include <cuda.h>
 #include <cuda_runtime.h>
 
 #include <limits>
 #include <type_traits>
 #include <utility>
 
-#include "cuda/host/device.h"
+#include "cuda/host/call.h"
 #include "params.h"
 
 namespace flashattn_ext {
+
+inline int current_device() {
+  int device = 0;
+  cudaGetDevice(&device);
+  return device;
+}
+
+int multiprocessors();
+
+// Bytes of shared memory that a thread block may have, and bytes of a multiprocessor.
+int most_shared_memory();
+int shared_memory_of_multiprocessor();
+inline bool has_large_shared_memory() { return most_shared_memory() >= 227 * 1024; }
+
+// 90 for 9.0.
+int compute_capability();
+
+// --- tensor maps ---------------------------------------------------------------------------------------------------
+//
+// Descriptions of tensors for TMA copies are encoded on the host and passed as kernel arguments.
+
+// A map of [batch][heads][rows][columns] whose copies are boxes of `box_rows` rows of 128 bytes, 128-byte swizzled: 64
+// columns of 16-bit elements, or 32 of fp32. They have the rows of `box_heads` heads. Pointer and strides are
+// multiples of 16 bytes, which aligned_rows.h ensures for inputs.
+CUtensorMap tensor_map(const AttnParams& p, const TensorView& t, int64_t columns, int64_t rows, int64_t heads,
+                       int64_t batch, int box_rows, DType type, int box_heads = 1);
+
+inline CUtensorMap query_map(const AttnParams& p, const TensorView& t, int64_t columns, int box_rows) {
+  return tensor_map(p, t, columns, query_rows(p), p.heads_q, batch_entries(p), box_rows, p.dtype);
+}
+inline CUtensorMap key_map(const AttnParams& p, const TensorView& t, int64_t columns, int box_rows) {
+  return tensor_map(p, t, columns, key_rows(p), p.heads_k, batch_entries(p), box_rows, p.dtype);
+}
+// A map of a tensor of bytes whose elements are pairs of them: 128 columns of bytes are as many bytes as 64 of 16 bits.
+// Strides are even; where the columns are not, a byte follows each row.
+inline CUtensorMap pair_map(const AttnParams& p, const TensorView& t, int64_t columns, int64_t rows, int64_t heads,
+                            int64_t batch, int box_rows) {
+  const TensorView pairs{t.data, t.batch_stride / 2, t.row_stride / 2, t.head_stride / 2};
+  return tensor_map(p, pairs, (columns + 1) / 2, rows, heads, batch, box_rows, DType::kFloat16);
+}
+// A bias or its gradient: rows are queries, columns are keys.
+inline CUtensorMap bias_map(const AttnParams& p, const BiasView& bias, int box_rows) {
+  const TensorView view{bias.data, bias.batch_stride, bias.row_stride, bias.head_stride};
+  return tensor_map(p, view, p.seqlen_k, p.seqlen_q, p.heads_q, batch_entries(p), box_rows, bias.dtype);
+}
+
+// --- launches ------------------------------------------------------------------------------------------------------
 
 // The shared memory of a thread block of a kernel, in bytes.
 template <class Kernel>
@@ -38,8 +87,8 @@ cudaError_t allow_shared_memory(const void* kernel, int bytes);
 int64_t resident_blocks(const void* kernel, const char* name, const AttnParams& p, int threads, int shared_bytes);
 
 // Whether a kernel may start before the previous kernel of the stream has ended (programmatic dependent launch): it
-// must have been compiled to the instructions of ptx/grid.cuh, and a Hopper GPU may also run code that was compiled for
-// an older architecture. Such kernels are resident on a multiprocessor together, so all of them set the same shared
+// must have been compiled to the instructions of ptx/async.cuh, and a Hopper GPU may also run code that was compiled
+// for an older architecture. Such kernels are resident on a multiprocessor together, so all of them set the same shared
 // memory carveout.
 bool can_start_early(const void* kernel);
 

@@ -1,5 +1,5 @@
-// What the host asks of CUDA's runtime and driver: the functions of device.h, launch.cuh and tensor_map.h. Every source
-// of a kernel would compile them again, and the headers of maps and strings, once for each target.
+// What the host asks of CUDA's runtime and driver: the functions of launch.cuh. Every source of a kernel would compile
+// them again, and the headers of maps and strings, once for each target.
 #include <cuda.h>
 #include <cuda_runtime.h>
 
@@ -10,9 +10,8 @@
 #include <string>
 #include <utility>
 
-#include "cuda/host/device.h"
+#include "cuda/host/call.h"
 #include "cuda/host/launch.cuh"
-#include "cuda/host/tensor_map.h"
 
 namespace flashattn_ext {
 namespace {

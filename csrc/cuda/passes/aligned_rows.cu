@@ -2,7 +2,6 @@
 #include "cuda/host/launch.cuh"
 #include "cuda/passes/aligned_rows.h"
 #include "cuda/tile/tile.cuh"
-#include "cuda/tile/vector.cuh"
 
 namespace flashattn_ext {
 namespace {

@@ -5,7 +5,6 @@
 #include <type_traits>
 
 #include "cuda/score/distance_bias.cuh"
-#include "cuda/tile/tensor_core.cuh"
 #include "cuda/tile/warp.cuh"
 
 namespace flashattn_ext {

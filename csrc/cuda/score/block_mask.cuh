@@ -1,5 +1,5 @@
 // A BlockMask in the kernels: the blocks of a tile of rows or of keys, and what of a partial block a lane sees.
-// rules/block_mask.h says what the lists and the bits are. Tiles are aligned: a tile lies within one block, or is one.
+// rules/mask.h says what the lists and the bits are. Tiles are aligned: a tile lies within one block, or is one.
 //
 // The lists are in memory that nothing has checked. Starts are clamped to the entries that there are, so that no entry
 // outside of a list is read, and bits of a number that does not exist are not read. Kernels compare the blocks of
@@ -8,7 +8,7 @@
 
 #include "cuda/tile/rows.cuh"
 #include "cuda/tile/warp.cuh"
-#include "rules/block_mask.h"
+#include "rules/mask.h"
 
 namespace flashattn_ext {
 

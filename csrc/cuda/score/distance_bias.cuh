@@ -3,7 +3,6 @@
 #pragma once
 
 #include "cuda/tile/rows.cuh"
-#include "cuda/tile/tensor_core.cuh"
 #include "cuda/tile/warp.cuh"
 #include "rules/bias.h"
 

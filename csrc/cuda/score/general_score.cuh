@@ -6,7 +6,7 @@
 
 #include "cuda/ptx/math.cuh"
 #include "cuda/tile/rows.cuh"
-#include "cuda/tile/tensor_core.cuh"
+#include "cuda/tile/warp.cuh"
 #include "rules/score.h"
 
 namespace flashattn_ext {

@@ -15,7 +15,6 @@
 #include <climits>
 
 #include "cuda/score/scores.cuh"
-#include "cuda/tile/tensor_core.cuh"
 #include "cuda/tile/warp.cuh"
 
 namespace flashattn_ext {

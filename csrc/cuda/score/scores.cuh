@@ -3,14 +3,13 @@
 // on the fragments of a lane. score.h says what a score is, mask.h which scores are visible, dropout.h which weights
 // are kept.
 //
-// Accumulators have the layout of tensor_core.cuh: a lane holds rows g and g + 8 and columns 2t and 2t + 1 of a 16x8
+// Accumulators have the layout of warp.cuh: a lane holds rows g and g + 8 and columns 2t and 2t + 1 of a 16x8
 // tile, with g = lane / 4 and t = lane % 4. Rows are queries in the forward and keys in the backward.
 #pragma once
 
 #include "cuda/score/dropout.cuh"
 #include "cuda/table/options.h"
 #include "cuda/tile/rows.cuh"
-#include "cuda/tile/tensor_core.cuh"
 #include "cuda/tile/warp.cuh"
 
 namespace flashattn_ext {

@@ -2,7 +2,7 @@
 // of a backward would compile them again.
 #include "cuda/host/launch.cuh"
 #include "cuda/stages/backward_finish.cuh"
-#include "cuda/stages/backward_stages.h"
+#include "cuda/stages/backward_workspace.h"
 #include "cuda/tile/rows.cuh"
 #include "cuda/tile/tile.cuh"
 

@@ -3,8 +3,8 @@
 #pragma once
 
 #include "cuda/host/launch.cuh"
-#include "cuda/ptx/grid.cuh"
-#include "cuda/stages/backward_stages.h"
+#include "cuda/ptx/async.cuh"
+#include "cuda/stages/backward_workspace.h"
 #include "cuda/stages/tile_order.cuh"
 #include "cuda/tile/operand_tile.cuh"
 #include "cuda/tile/warp.cuh"

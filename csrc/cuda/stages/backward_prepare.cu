@@ -6,10 +6,9 @@
 #include "cuda/host/call.h"
 #include "cuda/host/launch.cuh"
 #include "cuda/score/large_rows.cuh"
-#include "cuda/stages/backward_stages.h"
+#include "cuda/stages/backward_workspace.h"
 #include "cuda/tile/rows.cuh"
 #include "cuda/tile/tile.cuh"
-#include "cuda/tile/vector.cuh"
 
 namespace flashattn_ext {
 

@@ -1,18 +1,63 @@
-// Data that the stages (prepare, main, finish) of one backward call share: buffers in the workspace, which is global
-// memory, and scalar factors.
+// The stages of one backward call (prepare, main, finish): the data that they share, which are buffers in the
+// workspace, in global memory, and scalar factors; and the stages beside the main one.
 #pragma once
 
 #include <cuda_runtime.h>
 
-#include "cuda/host/carver.h"
+#include <cstdint>
+
+#include "cuda/host/call.h"
+#include "cuda/ptx/memory.cuh"
 #include "cuda/score/general_score.cuh"
-#include "cuda/tile/exact_sum.cuh"
 #include "rules/dropout.h"
 #include "rules/lse_words.h"
+#include "rules/mask.h"
 #include "rules/score.h"
-#include "rules/seqlen.h"
 
 namespace flashattn_ext {
+
+// Sums of floats in global memory that have the same bits in whatever order threads add to them: additions of integers
+// are exact. A sum is a fixed-point number with a place for every bit a float can have, in words of 64 bits that are 32
+// bits apart, so that 2^31 floats can be added before a word overflows.
+
+struct ExactSum {
+  static constexpr int kLowestBit = -149;  // the last bit of the smallest float is 2^-149
+  static constexpr int kWords = 9;
+  int64_t words[kWords];  // word i has the weight 2^(32 i - 149); all are zero at first
+
+  // Adds a finite x if `wanted`, without branches.
+  __device__ __forceinline__ void add_if(bool wanted, float x) {
+    const uint32_t bits = __float_as_uint(x), exponent = bits >> 23 & 255;
+    const uint32_t mantissa = (bits & 0x7FFFFFu) | (exponent != 0 ? 0x800000u : 0u);
+    const int position = static_cast<int>(exponent != 0 ? exponent - 1 : 0);  // position of the mantissa's last bit
+    int64_t value = static_cast<int64_t>(mantissa) << position % 32;
+    if (bits >> 31) value = -value;
+    ptx::add_if(wanted, words + position / 32, value & 0xFFFFFFFF);
+    ptx::add_if(wanted, words + position / 32 + 1, value >> 32);
+  }
+
+  // The sum, rounded as a double is.
+  __device__ double total() const {
+    const bool negative = is_negative();
+    const int64_t sign = negative ? -1 : 1;
+    double total = 0;
+    int64_t carry = 0;
+    for (int i = 0; i < kWords; ++i) {
+      const int64_t word = sign * words[i] + carry;
+      total += ldexp(static_cast<double>(word & 0xFFFFFFFF), 32 * i + kLowestBit);
+      carry = word >> 32;
+    }
+    total += ldexp(static_cast<double>(carry), 32 * kWords + kLowestBit);
+    return negative ? -total : total;
+  }
+
+ private:
+  __device__ bool is_negative() const {
+    int64_t carry = 0;
+    for (const int64_t word : words) carry = (word + carry) >> 32;
+    return carry < 0;
+  }
+};
 
 // Per-row arrays are [Hq][rows of the call]. A tile of dq never holds rows of two sequences, so each packed sequence
 // may end in a partial tile.
@@ -150,5 +195,30 @@ struct GeneralWorkspace : BackwardWorkspace {
     return p.is_varlen() ? static_cast<int>(keys.start) / key_tile_rows + b : b * dense_key_tiles;
   }
 };
+
+// The other stages are functions that no source of a main stage compiles again: before it backward_prepare.cu and
+// few_keys_delta.cu, after it backward_finish.cu.
+
+// First stage: delta = <dout, out> - dlse of every row (Dao 2023, "FlashAttention-2", Algorithm 2, line 4), and lse in
+// units of log2, as one word or a mark and as two words. With dropout, delta is divided by the scale of the kept
+// weights: the main stage then scales no weight, and multiplies its sums by the scale once, at the end. The same launch
+// zeroes the buffers that the main stage adds to. T: the element type of q, __half, __nv_bfloat16 or float.
+template <class T>
+void launch_prepare(const AttnGradParams& p, const BackwardWorkspace& workspace);
+
+// Replaces delta in the workspace, after the first stage, where a call has gradients of slopes or of a relative bias
+// and few keys, by the row sum of P * dP - dlse. delta from a 16-bit `out` has the rounding error of `out`: where a row
+// sees one or two keys, its dS nearly cancels, and sums over rows would consist of that error. A row keeps its delta if
+// its weights do not add up to 1 (without the sink's): then its lse is that of a call with more keys.
+void find_delta_of_few_keys(const AttnGradParams& p, const GeneralWorkspace& workspace);
+// Calls without options of a score and biases have no such sums.
+inline void find_delta_of_few_keys(const AttnGradParams&, const BackwardWorkspace&) {}
+
+// Last stage of calls with biases: gradients of slopes and of both ends of the relative bias, from the sums that warps
+// have written (bias_gradient.cuh) and the centres of rows (rules/bias.h), in a fixed order. In deterministic calls it
+// also forms the gradients of all entries of the relative bias.
+void finish_biases(const AttnGradParams& p, const GeneralWorkspace& workspace);
+inline void finish_biases(const AttnGradParams&, const BackwardWorkspace&) {}  // the call has no biases
+inline void finish_biases(const AttnGradParams&, const GroupedWorkspace&) {}
 
 }  // namespace flashattn_ext

@@ -1,11 +1,11 @@
 #include "cuda/host/launch.cuh"
 #include "cuda/score/large_rows.cuh"
-#include "cuda/stages/backward_stages.h"
+#include "cuda/stages/backward_workspace.h"
 #include "cuda/stages/tile_order.cuh"
 #include "cuda/table/options.h"
 #include "cuda/tile/rows.cuh"
-#include "cuda/tile/tensor_core.cuh"
 #include "cuda/tile/tile.cuh"
+#include "cuda/tile/warp.cuh"
 #include "rules/bias.h"
 
 namespace flashattn_ext {

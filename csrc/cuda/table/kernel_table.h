@@ -6,10 +6,9 @@
 //     another stage, and supports() refuses a call that no row serves;
 //   - the kernels: their tile;
 //   - `flashattn-ext bench tune`: the tiles of a row that compete, of which the build has the first.
-// To add a kernel, add a row; to remove one, delete its row. rows.h explains the columns, tiles.h the sizes of a tile,
-// stages.def what an array is.
-// sources.py reads one row in each line, and a note behind it or above it. A note that ends in a colon is that of all
-// rows below it that have none of their own.
+// To add a kernel, add a row; to remove one, delete its row. rows.h explains the columns and the sizes of a tile,
+// stages.def what an array is. sources.py reads one row in each line, and a note behind it or above it. A note that
+// ends in a colon is that of all rows below it that have none of their own.
 //
 // A class of head dims serves every call up to it, so rows are in ascending order; general kernels follow the kernels
 // that they replace. The classes above 256 follow all others: their plain kernels track the largest logit, and would
@@ -21,7 +20,6 @@
 #pragma once
 
 #include "cuda/table/rows.h"
-#include "cuda/table/tiles.h"
 
 // clang-format off
 namespace flashattn_ext::kernel_table {

@@ -5,7 +5,7 @@
 #include <type_traits>
 
 #include "cuda/ptx/math.cuh"
-#include "cuda/tile/tensor_core.cuh"
+#include "cuda/tile/warp.cuh"
 
 namespace flashattn_ext {
 

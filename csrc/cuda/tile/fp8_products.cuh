@@ -10,7 +10,7 @@
 #pragma once
 
 #include "cuda/tile/fp8.cuh"
-#include "cuda/tile/tensor_core.cuh"
+#include "cuda/tile/warp.cuh"
 
 namespace flashattn_ext {
 

@@ -7,8 +7,8 @@
 // 16-byte vectors of a row instead. That costs one instruction per operand, and registers.
 #pragma once
 
-#include "cuda/tile/tensor_core.cuh"
 #include "cuda/tile/tile.cuh"
+#include "cuda/tile/warp.cuh"
 
 namespace flashattn_ext {
 

@@ -2,7 +2,7 @@
 // rows are swizzled (wgmma.cuh).
 #pragma once
 
-#include "cuda/ptx/tma.cuh"
+#include "cuda/ptx/async.cuh"
 
 namespace flashattn_ext {
 

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "cuda/tile/operand_tile.cuh"
-#include "cuda/tile/tensor_core.cuh"
+#include "cuda/tile/warp.cuh"
 
 namespace flashattn_ext {
 

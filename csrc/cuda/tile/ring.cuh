@@ -2,7 +2,7 @@
 // kernels have.
 #pragma once
 
-#include "cuda/ptx/barrier.cuh"
+#include "cuda/ptx/async.cuh"
 
 namespace flashattn_ext {
 

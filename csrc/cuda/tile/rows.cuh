@@ -4,8 +4,6 @@
 #include "cuda/tile/warp.cuh"
 #include "rules/lse_words.h"
 #include "rules/mask.h"
-#include "rules/seqlen.h"
-#include "rules/sink.h"
 
 namespace flashattn_ext {
 

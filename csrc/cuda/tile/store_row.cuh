@@ -1,7 +1,6 @@
 // Rows of results, from accumulators to global memory.
 #pragma once
 
-#include "cuda/tile/tensor_core.cuh"
 #include "cuda/tile/tile.cuh"
 #include "cuda/tile/warp.cuh"
 

@@ -6,9 +6,9 @@
 
 #include "cuda/decode/few_rows/backward_plan.h"
 #include "cuda/decode/few_rows/few_rows.h"
-#include "cuda/ptx/grid.cuh"
+#include "cuda/ptx/async.cuh"
 #include "cuda/stages/backward_finish.cuh"
-#include "cuda/stages/backward_stages.h"
+#include "cuda/stages/backward_workspace.h"
 
 namespace flashattn_ext::decode {
 namespace {

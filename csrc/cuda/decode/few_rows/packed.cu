@@ -7,7 +7,7 @@
 #include "cuda/decode/few_rows/packed.h"
 #include "cuda/decode/split/kernels.h"
 #include "cuda/host/call.h"
-#include "cuda/host/device.h"
+#include "cuda/host/launch.cuh"
 #include "cuda/stages/tile_order.cuh"
 
 namespace flashattn_ext::decode {

@@ -6,14 +6,14 @@
 
 #include "cuda/decode/prefill/chunks.h"
 #include "cuda/decode/prefill/prefill.h"
-#include "cuda/host/carver.h"
+#include "cuda/host/call.h"
 #include "cuda/host/launch.cuh"
 #include "cuda/passes/aligned_rows.h"
-#include "cuda/ptx/grid.cuh"
+#include "cuda/ptx/async.cuh"
 #include "cuda/score/chunks.cuh"
 #include "cuda/stages/tile_order.cuh"
-#include "cuda/tile/tensor_core.cuh"
 #include "cuda/tile/tile.cuh"
+#include "cuda/tile/warp.cuh"
 
 namespace flashattn_ext::decode {
 namespace {

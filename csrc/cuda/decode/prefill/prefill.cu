@@ -8,16 +8,13 @@
 #include "cuda/decode/prefill/prefill.h"
 #include "cuda/decode/split/kernels.h"
 #include "cuda/host/call.h"
-#include "cuda/host/carver.h"
-#include "cuda/host/device.h"
 #include "cuda/host/launch.cuh"
 #include "cuda/passes/mask_extremes.h"
-#include "cuda/ptx/grid.cuh"
+#include "cuda/ptx/async.cuh"
 #include "cuda/stages/tile_order.cuh"
 #include "cuda/tile/fp8.cuh"
 #include "cuda/tile/rows.cuh"
 #include "cuda/tile/tile.cuh"
-#include "cuda/tile/vector.cuh"
 
 namespace flashattn_ext::decode {
 namespace {

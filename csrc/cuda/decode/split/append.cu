@@ -10,10 +10,10 @@
 #include "cuda/decode/split/kernels.h"
 #include "cuda/host/call.h"
 #include "cuda/host/launch.cuh"
-#include "cuda/ptx/grid.cuh"
+#include "cuda/ptx/async.cuh"
 #include "cuda/tile/fp8.cuh"
-#include "cuda/tile/tensor_core.cuh"
 #include "cuda/tile/tile.cuh"
+#include "cuda/tile/warp.cuh"
 
 namespace flashattn_ext::decode {
 namespace {

@@ -8,9 +8,8 @@
 #include "cuda/decode/split/kernels.h"
 #include "cuda/decode/split/tiles.h"
 #include "cuda/host/call.h"
-#include "cuda/host/device.h"
 #include "cuda/host/launch.cuh"
-#include "cuda/ptx/grid.cuh"
+#include "cuda/ptx/async.cuh"
 #include "cuda/stages/tile_order.cuh"
 #include "cuda/tile/fp8.cuh"
 

@@ -16,7 +16,7 @@
 //     The number of the unit is its slot. The result does not depend on which thread block computes a part.
 #pragma once
 
-#include "cuda/host/carver.h"
+#include "cuda/host/call.h"
 #include "params.h"
 
 namespace flashattn_ext::decode {

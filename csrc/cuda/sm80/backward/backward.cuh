@@ -12,7 +12,7 @@
 #include "cuda/sm80/shared/backward_visibility.cuh"
 #include "cuda/sm80/shared/dropout_policy.cuh"
 #include "cuda/sm80/shared/key_tile.cuh"
-#include "cuda/stages/backward_stages.h"
+#include "cuda/stages/backward_workspace.h"
 
 namespace flashattn_ext::sm80 {
 

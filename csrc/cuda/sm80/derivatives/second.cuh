@@ -1,7 +1,7 @@
 // Second derivatives on every GPU since Ampere: the gradients of <dout, tout> + <dlse, tlse>, where tout and tlse are
 // the tangents that jvp.cuh computes, and dout, dlse and the tangents of the inputs are constants
 // (docs/derivatives.md). It walks as backward.cuh does, with `r` = <dout, tout> and tlse as further statistics of each
-// row. With F, T, A and P of cuda/stages/second_scores.cuh:
+// row. With F, T, A and P of cuda/stages/second.cuh:
 //
 //   dq = F k + T tk      dk = F^T q + T^T tq      dv = (P m (A - tlse))^T dout
 //
@@ -15,8 +15,8 @@
 #include "cuda/sm80/shared/backward_visibility.cuh"
 #include "cuda/sm80/shared/dropout_policy.cuh"
 #include "cuda/sm80/shared/key_tile.cuh"
-#include "cuda/stages/backward_stages.h"
-#include "cuda/stages/second_workspace.cuh"
+#include "cuda/stages/backward_workspace.h"
+#include "cuda/stages/second.cuh"
 
 namespace flashattn_ext::sm80 {
 

@@ -7,7 +7,7 @@
 #pragma once
 
 #include "cuda/sm80/shared/general_gradients.cuh"
-#include "cuda/stages/second_scores.cuh"
+#include "cuda/stages/second.cuh"
 
 namespace flashattn_ext::sm80 {
 

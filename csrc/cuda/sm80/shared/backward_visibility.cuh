@@ -24,8 +24,8 @@
 //                            the same for one more tile of rows. isolate_key_rows is called only with a mask, once the
 //                            rows are visible to all threads
 //   added_before(kernel, tile), added_after(kernel, before)
-//                            in a deterministic call: the counter of a query tile (dq_order.cuh) before and after this
-//                            key tile adds to it
+//                            in a deterministic call: the counter of a query tile (tile_order.cuh) before and after
+//                            this key tile adds to it
 #pragma once
 
 #include <climits>
@@ -35,7 +35,7 @@
 #include "cuda/score/intervals.cuh"
 #include "cuda/score/isolation.cuh"
 #include "cuda/score/scores.cuh"
-#include "cuda/stages/dq_order.cuh"
+#include "cuda/stages/tile_order.cuh"
 
 namespace flashattn_ext::sm80 {
 

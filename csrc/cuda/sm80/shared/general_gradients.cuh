@@ -6,8 +6,8 @@
 #include "cuda/score/bias.cuh"
 #include "cuda/score/scores.cuh"
 #include "cuda/stages/bias_gradient.cuh"
-#include "cuda/tile/tensor_core.cuh"
 #include "cuda/tile/tile.cuh"
+#include "cuda/tile/warp.cuh"
 
 namespace flashattn_ext {
 

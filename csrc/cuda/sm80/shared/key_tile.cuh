@@ -11,10 +11,9 @@
 //   end_head(h)                  called after the last query tile of a head
 #pragma once
 
-#include "cuda/host/device.h"
+#include "cuda/host/launch.cuh"
 #include "cuda/sm80/shared/tiles.h"
 #include "cuda/stages/backward_finish.cuh"
-#include "cuda/stages/dq_order.cuh"
 #include "cuda/stages/tile_order.cuh"
 #include "cuda/tile/products.cuh"
 

@@ -5,7 +5,7 @@
 #pragma once
 
 #include "cuda/host/launch.cuh"
-#include "cuda/ptx/grid.cuh"
+#include "cuda/ptx/async.cuh"
 #include "cuda/sm80/whole_heads/head_rows.cuh"
 #include "cuda/sm80/whole_heads/heads_policies.cuh"
 #include "cuda/sm80/whole_heads/plan.h"

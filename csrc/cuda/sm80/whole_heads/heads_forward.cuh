@@ -8,8 +8,7 @@
 #pragma once
 
 #include "cuda/host/launch.cuh"
-#include "cuda/ptx/barrier.cuh"
-#include "cuda/ptx/grid.cuh"
+#include "cuda/ptx/async.cuh"
 #include "cuda/score/scores.cuh"
 #include "cuda/sm80/whole_heads/head_rows.cuh"
 #include "cuda/sm80/whole_heads/heads_policies.cuh"

@@ -16,7 +16,7 @@
 #include "cuda/sm90/shared/backward_blocks.cuh"
 #include "cuda/sm90/shared/backward_step.cuh"
 #include "cuda/sm90/shared/dq_adder.cuh"
-#include "cuda/stages/backward_stages.h"
+#include "cuda/stages/backward_workspace.h"
 
 namespace flashattn_ext::sm90 {
 

@@ -1,7 +1,7 @@
 // What a thread block of heads.cuh works on, and its producer warps: one loads, two compute delta.
 #pragma once
 
-#include "cuda/sm90/shared/backward_heads.cuh"
+#include "cuda/sm90/shared/backward_policies.cuh"
 #include "cuda/sm90/shared/backward_step.cuh"
 #include "cuda/sm90/shared/backward_visibility.cuh"
 #include "cuda/sm90/shared/backward_work.cuh"

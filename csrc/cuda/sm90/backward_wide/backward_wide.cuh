@@ -6,8 +6,7 @@
 
 #include <type_traits>
 
-#include "cuda/sm90/shared/backward_dropout.cuh"
-#include "cuda/sm90/shared/backward_heads.cuh"
+#include "cuda/sm90/shared/backward_policies.cuh"
 #include "cuda/sm90/shared/backward_step.cuh"
 #include "cuda/sm90/shared/backward_visibility.cuh"
 #include "cuda/sm90/shared/packed_scores.cuh"

@@ -8,16 +8,12 @@
 // copied, and their products are not computed.
 #pragma once
 
-#include "cuda/host/device.h"
 #include "cuda/host/launch.cuh"
-#include "cuda/host/tensor_map.h"
 #include "cuda/score/tangent_policy.cuh"
 #include "cuda/score/tangent_rows.cuh"
 #include "cuda/sm90/derivatives/given_tangents.cuh"
-#include "cuda/sm90/shared/arithmetic_visibility.cuh"
 #include "cuda/sm90/shared/forward_consumer.cuh"
 #include "cuda/sm90/shared/forward_work.cuh"
-#include "cuda/sm90/shared/named_barriers.h"
 #include "cuda/sm90/shared/products.cuh"
 #include "cuda/sm90/shared/tiles.h"
 #include "cuda/stages/tile_order.cuh"

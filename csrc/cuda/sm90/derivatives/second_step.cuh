@@ -3,14 +3,12 @@
 #pragma once
 
 #include "cuda/sm90/derivatives/given_tangents.cuh"
-#include "cuda/sm90/shared/backward_dropout.cuh"
-#include "cuda/sm90/shared/backward_heads.cuh"
+#include "cuda/sm90/shared/backward_policies.cuh"
 #include "cuda/sm90/shared/backward_step.cuh"
 #include "cuda/sm90/shared/backward_visibility.cuh"
 #include "cuda/sm90/shared/dq_adder.cuh"
 #include "cuda/sm90/shared/packed_scores.cuh"
-#include "cuda/stages/second_scores.cuh"
-#include "cuda/stages/second_workspace.cuh"
+#include "cuda/stages/second.cuh"
 
 namespace flashattn_ext::sm90 {
 
@@ -21,7 +19,7 @@ struct SecondMaps : BackwardMaps {
 };
 
 // What the producer and the adder of a backward (backward_step.cuh) do besides in second derivatives, as policies of
-// scores in backward_gradients.cuh.
+// scores in backward/backward_policies.cuh.
 template <class Given>
 struct SecondGradients {
   using Workspace = SecondWorkspace<BackwardWorkspace>;

@@ -3,12 +3,9 @@
 
 #include "cuda/decode/few_rows/backward_plan.h"
 #include "cuda/host/launch.cuh"
-#include "cuda/host/tensor_map.h"
-#include "cuda/ptx/grid.cuh"
-#include "cuda/ptx/tma.cuh"
+#include "cuda/ptx/async.cuh"
 #include "cuda/score/large_rows.cuh"
 #include "cuda/score/scores.cuh"
-#include "cuda/sm90/shared/named_barriers.h"
 #include "cuda/sm90/shared/products.cuh"
 #include "cuda/sm90/shared/tiles.h"
 #include "cuda/stages/backward_workspace.h"

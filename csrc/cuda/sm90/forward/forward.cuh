@@ -3,24 +3,20 @@
 // "FlashAttention-3"). Key tiles come in descending order. The step of key tile n issues the product for its scores,
 // then that for the values of n + 1: the softmax of n overlaps the second one. Warpgroups issue their products in
 // ping-pong order, so that the softmax of one also overlaps the products of another. docs/sm90_forward.md draws a step.
-// What options change is in policies: visibility_policy.cuh, score_policy.cuh and dropout_policy.cuh.
+// What options change is in policies: forward_mask.cuh, forward_blocks.cuh, score_policy.cuh and dropout_policy.cuh.
 #pragma once
 
 #include <type_traits>
 
-#include "cuda/host/device.h"
 #include "cuda/host/launch.cuh"
-#include "cuda/host/tensor_map.h"
-#include "cuda/ptx/grid.cuh"
+#include "cuda/ptx/async.cuh"
 #include "cuda/score/scores.cuh"
-#include "cuda/sm90/forward/forward_barriers.cuh"
+#include "cuda/sm90/forward/forward_memory.cuh"
 #include "cuda/sm90/forward/forward_operands.cuh"
-#include "cuda/sm90/forward/forward_output.cuh"
 #include "cuda/sm90/forward/forward_policies.cuh"
 #include "cuda/sm90/fp8/value_transposer.cuh"
 #include "cuda/sm90/shared/forward_consumer.cuh"
 #include "cuda/sm90/shared/forward_work.cuh"
-#include "cuda/sm90/shared/named_barriers.h"
 #include "cuda/sm90/shared/tiles.h"
 #include "cuda/stages/tile_order.cuh"
 #include "cuda/tile/ring.cuh"
@@ -29,7 +25,7 @@
 namespace flashattn_ext::sm90 {
 
 // TileOfRow: kTile, of the row of the table of kernels; Policies: forward_policies.cuh; Chunking:
-// invariant/chunking_policy.cuh. kTransposes: forward_operands.cuh.
+// invariant/invariant.cuh. kTransposes: forward_operands.cuh.
 template <class T, int kHeadDim, int kHeadDimV, class TileOfRow, class Policies, class Chunking = NoChunks,
           bool kTransposes = false>
 struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Policies, Chunking, kTransposes>> {

@@ -1,9 +1,9 @@
-// The producer warpgroup of the forward (forward.cuh) with a BlockMask (rules/block_mask.h). A query tile has the rows
+// The producer warpgroup of the forward (forward.cuh) with a BlockMask (rules/mask.h). A query tile has the rows
 // of one block, and a key tile the keys of one: its key tiles are the entries of a run, the last one first. One warp
 // reads the run and loads, and two inspect the values of partial blocks.
 #pragma once
 
-#include "cuda/host/tensor_map.h"
+#include "cuda/host/launch.cuh"
 #include "cuda/score/block_mask.cuh"
 #include "cuda/sm90/forward/forward_mask.cuh"
 #include "cuda/stages/tile_order.cuh"
@@ -174,5 +174,81 @@ __device__ __forceinline__ void inspect_listed_values(Shared& shared, const Attn
         }
       });
 }
+
+// --- the policy of visibility --------------------------------------------------------------------------------------
+
+// A BlockMask: the key tiles of a query tile are those of a run of blocks (forward_blocks.cuh).
+template <int kKeysOfTile, int kTeams>
+struct BlockVisibility {
+  struct Walk {
+    int n = 0;  // known from `begin` on
+    int left;   // tiles after this one
+    SeenKeys<kKeysOfTile> seen;
+  };
+  static constexpr bool kTakesLate = true, kResumes = false, kUniformShared = false;
+  static constexpr int kValueArrivals = kValueInspectors / kTeams;
+
+  template <class Shared>
+  static __device__ __forceinline__ void init_stage(Shared& shared, int i) {
+    ptx::barrier_init(&shared.v_arrived[i], 1);
+  }
+  template <class Shared>
+  static __device__ __forceinline__ void init(Shared&) {}
+  template <class Shared>
+  static __device__ __forceinline__ void clear(Shared& shared, int threads) {
+    clear_poisoned(shared, threads);
+  }
+
+  template <class Kernel, class Shared, class Maps>
+  static __device__ __forceinline__ void load(Shared& shared, const AttnParams& p, const Maps& maps,
+                                              const TileGrid& grid) {
+    const int warp = uniform(static_cast<int>(threadIdx.x) / 32);
+    if (warp < kTeams) {
+      ListedKeyLoader<Kernel, Maps>{shared, p, maps, grid, warp}.load_all();
+    } else if (warp > 1) {
+      inspect_listed_values<typename Kernel::Operands, kValueArrivals, Kernel::kStages, kKeysOfTile>(
+          shared, p, (warp - 2) / kTeams);
+    }
+  }
+
+  template <int kKeys, class Shared, class Ring, class Work, class Skip, class Compute, class End>
+  static __device__ __forceinline__ void compute_tile(Shared& shared, const AttnParams&, const Ring&, int,
+                                                      uint32_t q_parity, const Work& work, const Skip&,
+                                                      const Compute& compute, const End&) {
+    Walk walk;
+    walk.left = work.last - work.first;
+    ptx::barrier_wait(&shared.q_full, q_parity);
+    compute(walk);
+  }
+  template <class Shared, class Ring>
+  static __device__ __forceinline__ void await_keys(Shared& shared, const Ring& k) {
+    ptx::barrier_wait(&shared.k_full[k.stage], k.parity);
+  }
+  // Which tile it is matters only once its scores are known.
+  template <class Shared, class Ring>
+  static __device__ __forceinline__ void begin(Shared& shared, const AttnParams& p, const Ring& k, int warp_row,
+                                               Walk& walk) {
+    MaskBlock tile{};
+    if (threadIdx.x % 32 == 0) tile = shared.key_tiles[k.stage];
+    walk.n = uniform(tile.block);
+    walk.seen.bits = uniform(tile.bits);
+    if (walk.seen.is_whole()) return;
+    walk.seen.load(p, warp_row + g(), place_in_block<kKeysOfTile>(walk.n));
+  }
+  static __device__ __forceinline__ bool is_last(const Walk& walk) { return walk.left == 0; }
+  template <class Shared, class Ring>
+  static __device__ __forceinline__ bool has_next(Shared&, const Ring&, int, const Walk& walk) {
+    return walk.left > 0;
+  }
+  static __device__ __forceinline__ void advance(Walk& walk) { --walk.left; }
+  template <class Shared, class Scores>
+  static __device__ __forceinline__ void hide(Shared&, const AttnParams& p, int, const Walk& walk, Scores& x, int) {
+    if (!walk.seen.is_whole()) walk.seen.hide(p, x[0]);
+  }
+  template <class Shared>
+  static __device__ __forceinline__ void take_poisoned(Shared& shared, int parity, int warp_row, bool (&poisoned)[2]) {
+    take_poisoned_rows(shared, parity, warp_row, poisoned);
+  }
+};
 
 }  // namespace flashattn_ext::sm90

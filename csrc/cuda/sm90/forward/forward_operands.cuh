@@ -21,11 +21,11 @@
 //   hold(out), add(out)            after the wait for it, in this order; release the stage of values between them
 #pragma once
 
-#include "cuda/host/tensor_map.h"
+#include "cuda/host/launch.cuh"
 #include "cuda/score/isolation.cuh"
 #include "cuda/score/scores.cuh"
-#include "cuda/sm90/fp8/transposed_isolation.cuh"
 #include "cuda/sm90/fp8/transposed_values.h"
+#include "cuda/sm90/fp8/value_transposer.cuh"
 #include "cuda/sm90/shared/forward_work.cuh"
 #include "cuda/sm90/shared/products.cuh"
 #include "cuda/sm90/shared/tiles.h"

@@ -3,14 +3,14 @@
 #pragma once
 
 #include "cuda/sm90/forward/dropout_policy.cuh"
+#include "cuda/sm90/forward/forward_blocks.cuh"
 #include "cuda/sm90/forward/score_policy.cuh"
-#include "cuda/sm90/forward/visibility_policy.cuh"
-#include "cuda/sm90/shared/arithmetic_visibility.cuh"
+#include "cuda/sm90/shared/forward_consumer.cuh"
 #include "cuda/sm90/shared/forward_work.cuh"
 
 namespace flashattn_ext::sm90 {
 
-// The keys of a row in one chunk (cuda/sm90/invariant/chunking_policy.cuh).
+// The keys of a row in one chunk (cuda/sm90/invariant/invariant.cuh).
 template <class SeenWork>
 struct ChunksApart {
   using Work = SeenWork;

@@ -10,15 +10,12 @@
 
 #include <type_traits>
 
-#include "cuda/host/device.h"
 #include "cuda/host/launch.cuh"
-#include "cuda/host/tensor_map.h"
 #include "cuda/ptx/wgmma.cuh"
 #include "cuda/score/scores.cuh"
 #include "cuda/sm90/forward/dropout_policy.cuh"
 #include "cuda/sm90/forward_large/forward_large_loaders.cuh"
 #include "cuda/sm90/shared/forward_work.cuh"
-#include "cuda/sm90/shared/named_barriers.h"
 #include "cuda/sm90/shared/pair.cuh"
 #include "cuda/sm90/shared/products.cuh"
 #include "cuda/sm90/shared/tiles.h"

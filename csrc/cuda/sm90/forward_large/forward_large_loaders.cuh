@@ -1,9 +1,8 @@
 // The loading warps of the Hopper forward of head dims above 256 (forward_large.cuh).
 #pragma once
 
-#include "cuda/host/tensor_map.h"
-#include "cuda/ptx/cluster.cuh"
-#include "cuda/ptx/tma.cuh"
+#include "cuda/host/launch.cuh"
+#include "cuda/ptx/async.cuh"
 #include "cuda/sm90/shared/forward_work.cuh"
 #include "cuda/tile/panels.cuh"
 #include "cuda/tile/ring.cuh"

@@ -6,8 +6,7 @@
 #pragma once
 
 #include "cuda/host/launch.cuh"
-#include "cuda/host/tensor_map.h"
-#include "cuda/ptx/grid.cuh"
+#include "cuda/ptx/async.cuh"
 #include "cuda/ptx/wgmma.cuh"
 #include "cuda/score/score_policy.cuh"
 #include "cuda/score/scores.cuh"

@@ -7,7 +7,7 @@
 
 #include "cuda/host/call.h"
 #include "cuda/host/unit_plan.h"
-#include "cuda/table/tiles.h"
+#include "cuda/table/rows.h"
 #include "params.h"
 
 namespace flashattn_ext::sm90 {

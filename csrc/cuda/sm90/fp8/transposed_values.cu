@@ -1,7 +1,7 @@
 #include <algorithm>
 
 #include "cuda/host/launch.cuh"
-#include "cuda/ptx/grid.cuh"
+#include "cuda/ptx/async.cuh"
 #include "cuda/sm90/fp8/transposed_values.h"
 #include "cuda/sm90/shared/tiles.h"
 #include "cuda/stages/tile_order.cuh"

@@ -7,7 +7,6 @@
 #pragma once
 
 #include "params.h"
-#include "portable.h"
 
 namespace flashattn_ext::sm90 {
 

@@ -4,7 +4,6 @@
 
 #include "cuda/score/chunks.cuh"
 #include "cuda/sm90/forward/forward.cuh"
-#include "cuda/sm90/invariant/chunking_policy.cuh"
 
 namespace flashattn_ext::sm90 {
 

@@ -1,4 +1,4 @@
-// The visibility policy of the Hopper backward with a BlockMask (rules/block_mask.h): the query tiles of a key tile,
+// The visibility policy of the Hopper backward with a BlockMask (rules/mask.h): the query tiles of a key tile,
 // which has the keys of one block, are those of the entries of a run, in each query head. Only the loading warp reads
 // the lists. It describes each step in shared memory, and the other warps count steps.
 //

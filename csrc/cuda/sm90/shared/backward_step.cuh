@@ -2,14 +2,12 @@
 // heads.cuh, second.cuh): the producer warp and the launch.
 #pragma once
 
-#include "cuda/host/device.h"
 #include "cuda/host/launch.cuh"
-#include "cuda/host/tensor_map.h"
-#include "cuda/ptx/grid.cuh"
+#include "cuda/ptx/async.cuh"
 #include "cuda/score/large_rows.cuh"
 #include "cuda/score/scores.cuh"
 #include "cuda/sm90/shared/backward_work.cuh"
-#include "cuda/sm90/shared/named_barriers.h"
+#include "cuda/sm90/shared/tiles.h"
 #include "cuda/stages/tile_order.cuh"
 #include "cuda/tile/ring.cuh"
 #include "cuda/tile/warp.cuh"

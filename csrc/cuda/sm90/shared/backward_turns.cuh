@@ -4,8 +4,8 @@
 
 #include "cuda/score/scores.cuh"
 #include "cuda/sm90/shared/backward_step.cuh"
-#include "cuda/sm90/shared/named_barriers.h"
 #include "cuda/sm90/shared/products.cuh"
+#include "cuda/sm90/shared/tiles.h"
 #include "cuda/tile/ring.cuh"
 
 namespace flashattn_ext::sm90 {

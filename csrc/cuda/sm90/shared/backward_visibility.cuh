@@ -24,13 +24,13 @@
 //   key_tiles_descend(work)  in a deterministic call: whether they add to dq in descending order, and are computed in
 //                            that order
 //   added_before<kKeys, kQueries>(p, shared, work, m, step), added_after(...)
-//                            in a deterministic call: the values of the counter of query tile m (dq_order.cuh) before
+//                            in a deterministic call: the values of the counter of query tile m (tile_order.cuh) before
 //                            and after the key tile adds to it. step: counts the steps of the thread block
 #pragma once
 
 #include "cuda/score/isolation.cuh"
 #include "cuda/sm90/shared/backward_work.cuh"
-#include "cuda/stages/dq_order.cuh"
+#include "cuda/stages/tile_order.cuh"
 #include "cuda/tile/ring.cuh"
 
 namespace flashattn_ext::sm90 {

@@ -2,7 +2,7 @@
 // and the layout of dq in the workspace.
 #pragma once
 
-#include "cuda/host/tensor_map.h"
+#include "cuda/host/launch.cuh"
 #include "cuda/score/intervals.cuh"
 #include "cuda/sm90/shared/pair.cuh"
 #include "cuda/sm90/shared/products.cuh"
@@ -81,7 +81,7 @@ struct alignas(16) BackwardWork {
   int key_start, length_q, length_k;  // the sequence's; key_start in the rows of its batch entry
   int dq_tile;                        // first tile of the sequence in the workspace's dq
   int descends;  // in a deterministic call with a Mask: whether the key tiles of the head add in descending order
-  int hq;        // with QueryHeads the query head of the walk (backward_heads.cuh)
+  int hq;        // with QueryHeads the query head of the walk (backward_policies.cuh)
 
   __device__ __forceinline__ bool exists() const { return key0 < length_k; }
   __device__ __forceinline__ Mask32 mask(const AttnParams& p) const { return Mask32(p, length_q, length_k); }
@@ -128,7 +128,7 @@ __device__ __forceinline__ void for_each_work(Shared& shared, Position& works, c
 }
 
 struct ArithmeticQueries;  // backward_visibility.cuh
-struct WholeGroups;        // backward_heads.cuh
+struct WholeGroups;        // backward_policies.cuh
 
 // The loop over the query tiles of a key tile: all tiles of one head, then all tiles of the next head of the walk.
 // kMayDescend: in a deterministic call the tiles of a head come in descending order, unless the key tiles do. Key tiles

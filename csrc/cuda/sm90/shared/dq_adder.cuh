@@ -1,11 +1,11 @@
 // How dq leaves a thread block of backward.cuh. A warpgroup writes its part of dq of a step from registers to shared
 // memory and goes on. One warp of the producer warpgroup adds it to the workspace, 4 KB with one instruction. In a
-// deterministic call only this warp waits for the order of key tiles (dq_order.cuh).
+// deterministic call only this warp waits for the order of key tiles (tile_order.cuh).
 #pragma once
 
-#include "cuda/ptx/tma.cuh"
+#include "cuda/ptx/async.cuh"
 #include "cuda/sm90/shared/backward_step.cuh"
-#include "cuda/stages/dq_order.cuh"
+#include "cuda/stages/tile_order.cuh"
 
 namespace flashattn_ext::sm90 {
 
@@ -13,7 +13,7 @@ namespace flashattn_ext::sm90 {
 template <int kTiles>
 using DqPart = float[4][kTiles][128];
 
-// Threads at kDqFull and kDqEmpty (named_barriers.h), one of each for each warpgroup. The warpgroup and the adder take
+// Threads at kDqFull and kDqEmpty (tiles.h), one of each for each warpgroup. The warpgroup and the adder take
 // part in both; the one that does not have to wait only arrives.
 constexpr int kDqThreads = kGroupThreads + 32;
 

@@ -4,7 +4,7 @@
 // from 193 to 256 the blocks exchange dS^T instead (backward_wide.cuh).
 #pragma once
 
-#include "cuda/ptx/cluster.cuh"
+#include "cuda/ptx/async.cuh"
 #include "cuda/sm90/shared/tiles.h"
 
 namespace flashattn_ext::sm90 {

@@ -1,5 +1,52 @@
-// The arithmetic of second derivatives (second.cuh of both architectures) between the products, transposed as in the
-// backward.
+// Second derivatives (second.cuh of both architectures): the first and last stages, the data that they share with the
+// main one, and the main one's arithmetic between its products.
+#pragma once
+
+#include "cuda/score/scores.cuh"
+#include "cuda/stages/backward_finish.cuh"
+#include "cuda/stages/backward_workspace.h"
+#include "derivative_params.h"
+
+namespace flashattn_ext {
+
+// The workspace of a backward, and r / keep_scale of every row, like its delta.
+template <class Base>
+struct SecondWorkspace : Base {
+  float* r;
+
+  SecondWorkspace(const AttnGradParams& p, const Base& base)
+      : Base(base), r(reinterpret_cast<float*>(static_cast<char*>(p.workspace) + base.bytes)) {
+    this->bytes += (p.heads_q * this->rows * 4 + 63) / 64 * 64;
+  }
+};
+
+// delta and lse of every row, and r: the delta of a call that has tout in the place of out, and no dlse.
+template <class T, class Workspace>
+static void prepare_second(const SecondParams& p, const Workspace& workspace) {
+  launch_prepare<T>(p, workspace);
+  AttnGradParams of_tangents = p;
+  of_tangents.out = p.tangents.out;
+  of_tangents.dlse = {};
+  BackwardWorkspace of_r = workspace;
+  of_r.delta = workspace.r;
+  of_r.zeroed_bytes = 0;
+  launch_prepare<T>(of_tangents, of_r);
+}
+
+// What the gradient of a sink sums up beside the weight of the sink: delta (tsink - tlse) + r.
+struct SecondOfRow {
+  const float* r;
+
+  __device__ __forceinline__ double operator()(const SecondParams& p, const BackwardWorkspace& workspace, int64_t b,
+                                               int64_t h, int64_t row, int64_t at) const {
+    const float tangent = p.tangents.sink ? static_cast<const float*>(p.tangents.sink)[h] : 0.f;
+    return workspace.delta[at] * (static_cast<double>(tangent) - *row_statistic(p.tangents.lse, b, h, row)) + r[at];
+  }
+};
+
+// --- scores --------------------------------------------------------------------------------------------------------
+//
+// The arithmetic between the products, transposed as in the backward.
 //
 // Here m is 1 where dropout keeps the score and 0 elsewhere: the factor 1 / p_keep multiplies the finished gradients,
 // and delta and r have been divided by it. With the first and second derivatives of the rule, slope and curvature (1
@@ -7,12 +54,6 @@
 //
 //   dS = P (m dP - delta)      E = P ((m dP - delta) (A - tlse) + m B - r)
 //   T  = slope dS              F = slope E + curvature dS * softmax_scale * (<tq, k> + <q, tk>)
-#pragma once
-
-#include "cuda/score/scores.cuh"
-#include "cuda/stages/backward_workspace.h"
-
-namespace flashattn_ext {
 
 // The statistics of the queries of a tile, in shared memory. log2_sum: with two words of lse.
 struct SecondRows {
