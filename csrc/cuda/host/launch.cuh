@@ -62,9 +62,11 @@ inline CUtensorMap bias_map(const AttnParams& p, const BiasView& bias, int box_r
 
 // --- launches ------------------------------------------------------------------------------------------------------
 
-// The shared memory of a thread block of a kernel, in bytes.
+// The shared memory of a thread block of a kernel, and its bytes.
 template <class Kernel>
-constexpr int kSharedBytesOf = static_cast<int>(sizeof(typename Kernel::Shared));
+using SharedOf = typename Kernel::Shared;
+template <class Kernel>
+constexpr int kSharedBytesOf = static_cast<int>(sizeof(SharedOf<Kernel>));
 
 // Throws a std::runtime_error that names the kernel, the reason and the sizes of the call.
 [[noreturn]] void launch_fails(const char* kernel, const char* reason, const AttnParams& p);

@@ -259,7 +259,7 @@ void launch_second(const SecondParams& p) {
   }
   launch_dq_finish<Kernel>(p, workspace);
   launch_dsink(p, workspace, "second (sink)", SecondOfRow{workspace.r});
-  finish_biases(p, static_cast<const typename Kernel::Types::BaseWorkspace&>(workspace));
+  finish_biases(p, workspace);
 }
 
 template <class T, int kHeadDim, Options kOptions>

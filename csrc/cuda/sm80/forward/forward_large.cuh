@@ -292,7 +292,7 @@ __global__ void __launch_bounds__(LargeForward<T, kHeadDim, kShared>::kThreads, 
   if constexpr (kRunsHere<kShared>) {
     extern __shared__ __align__(16) unsigned char shared[];
     using Kernel = LargeForward<T, kHeadDim, kShared>;
-    Kernel(p, score, *reinterpret_cast<typename Kernel::Shared*>(shared)).run(order);
+    Kernel(p, score, *reinterpret_cast<SharedOf<Kernel>*>(shared)).run(order);
   } else {
     __trap();
   }

@@ -112,7 +112,7 @@ struct Backward : PingPong {
       ptx::barrier_init(&shared.keys_empty[i], kThreads / 32 - 4);
     }
     for (int i = 0; i < kStages; ++i) {
-      ptx::barrier_init(&shared.q_full[i], kQueryArrivals<Gradients>);
+      ptx::barrier_init(&shared.q_full[i], kQueryArrivals<Gradients::kCopies>);
       if (i < kDoutStages) ptx::barrier_init(&shared.dout_full[i], 1);
       ptx::barrier_init(&shared.queries_empty[i], kWarps * 32 + kInspectors);
     }
@@ -138,7 +138,7 @@ struct Backward : PingPong {
       if (warp >= 1 && warp <= Gradients::kAdders) {
         Adder(shared, p, workspace, maps, warp - 1).add_tiles();
       } else {
-        load_or_inspect<Backward>(shared, p, workspace, maps, grid);
+        BackwardLoader<Backward>::load_or_inspect(shared, p, workspace, maps, grid);
       }
     } else if (kApart && threadIdx.x >= 3 * kGroupThreads) {
       if constexpr (kApart) {
@@ -472,8 +472,9 @@ void backward(const AttnGradParams& p) {
   launch_prepare<T>(p, workspace);
   using Kernel = BackwardOf<T, kHeadDim, kOptions, kHeadDimV>;
   launch_backward_main<Kernel>("sm90 backward", p, workspace);
-  launch_finish<typename Kernel::Layout>(p, workspace);
-  Kernel::Heads::template finish<typename Kernel::Layout>(p, workspace);
+  using Layout = typename Kernel::Layout;
+  launch_finish<Layout>(p, workspace);
+  Kernel::Heads::template finish<Layout>(p, workspace);
   finish_biases(p, workspace);
 }
 

@@ -159,7 +159,7 @@ struct QueryGradients {
   // Tiles of 8 columns of the second half, which has columns from 64 on.
   static constexpr int kSecondTiles = kOwnRows || Kernel::kColumns > 96 ? 8 : 4;
 
-  typename Kernel::Shared& shared;
+  SharedOf<Kernel>& shared;
   const AttnGradParams& p;
   RingPosition<Kernel::kWorkStages> works;
   RingPosition<Kernel::kKeyStages> keys;

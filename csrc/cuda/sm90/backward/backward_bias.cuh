@@ -87,8 +87,8 @@ struct BiasGradientAdder : DqAdder<Kernel> {
   const BiasedBackwardMaps& maps;
   const int group;
 
-  __device__ BiasGradientAdder(typename Kernel::Shared& shared, const AttnGradParams& p,
-                               const BackwardWorkspace& workspace, const BiasedBackwardMaps& maps, int group)
+  __device__ BiasGradientAdder(SharedOf<Kernel>& shared, const AttnGradParams& p, const BackwardWorkspace& workspace,
+                               const BiasedBackwardMaps& maps, int group)
       : Base(shared, p, workspace, maps, group), maps(maps), group(group) {}
 
   __device__ void add_tiles() {

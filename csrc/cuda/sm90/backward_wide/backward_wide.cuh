@@ -100,7 +100,7 @@ struct WideBackward {
       ptx::barrier_init(&shared.keys_empty[i], 3 * kGroupWarps);
     }
     for (int i = 0; i < kStages; ++i) {
-      ptx::barrier_init(&shared.q_full[i], kQueryArrivals<Gradients>);
+      ptx::barrier_init(&shared.q_full[i], kQueryArrivals<Gradients::kCopies>);
       if (i < kDoutStages) ptx::barrier_init(&shared.dout_full[i], 1);
       ptx::barrier_init(&shared.queries_empty[i], 2 * kGroupThreads + kInspectors);
     }
@@ -132,7 +132,7 @@ struct WideBackward {
     const int group = uniform(static_cast<int>(threadIdx.x) / kGroupThreads);
     if (group == 0) {
       ptx::give_registers<kRegisters.loader>();
-      load_or_inspect<WideBackward>(shared, p, workspace, maps, grid);
+      BackwardLoader<WideBackward>::load_or_inspect(shared, p, workspace, maps, grid);
     } else if (group == 1) {
       ptx::take_registers<kRegisters.keys>();
       ValueGradient(shared, p, workspace, group).compute_tiles();

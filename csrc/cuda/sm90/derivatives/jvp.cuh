@@ -301,13 +301,13 @@ struct Jvp : ForwardConsumer<Jvp<T, kHeadDim, TileOfRow, Given>> {
   }
 };
 
-template <class Kernel>
+template <class Kernel, class Rule>
 __global__ void __launch_bounds__(Kernel::kThreads, 1)
     jvp_kernel(const __grid_constant__ JvpParams p, const __grid_constant__ JvpMaps maps,
-               const __grid_constant__ TileGrid grid, const __grid_constant__ typename Kernel::Rule score) {
+               const __grid_constant__ TileGrid grid, const __grid_constant__ Rule score) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) unsigned char memory[];
-  typename Kernel::Shared& shared = *reinterpret_cast<typename Kernel::Shared*>(memory);
+  SharedOf<Kernel>& shared = *reinterpret_cast<SharedOf<Kernel>*>(memory);
   using Loader = typename Kernel::Loader;
   if (threadIdx.x == 0) {
     for (const CUtensorMap* map : {&maps.q, &maps.k, &maps.v}) ptx::prefetch_tensor_map(map);
@@ -348,13 +348,14 @@ void run_jvp(const JvpParams& p) {
   if (tangents.k.data) maps.tk = key_map(p, tangents.k, p.head_dim, Kernel::kKeys);
   if (tangents.v.data) maps.tv = key_map(p, tangents.v, p.head_dim_v, Kernel::kKeys);
   int* const taken = static_cast<int*>(p.workspace);
-  const TileGrid grid{forward_order(p, blocks, 2 * sizeof(typename Kernel::Element)), static_cast<int>(all), taken};
+  const TileGrid grid{forward_order(p, blocks, 2 * element_bytes(p)), static_cast<int>(all), taken};
   const int64_t processors = multiprocessors();
   if (all > processors) {
     zero_taken(p, taken);
   }
-  launch(jvp_kernel<Kernel>, "sm90 jvp", p, std::min(all, processors), Kernel::kThreads, kSharedBytesOf<Kernel>, maps,
-         grid, Kernel::Rule::of(p));
+  const auto score = Kernel::Rule::of(p);
+  launch(jvp_kernel<Kernel, std::decay_t<decltype(score)>>, "sm90 jvp", p, std::min(all, processors), Kernel::kThreads,
+         kSharedBytesOf<Kernel>, maps, grid, score);
 }
 
 // Runs a call that has these tangents.

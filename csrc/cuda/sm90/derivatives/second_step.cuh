@@ -142,12 +142,11 @@ struct SecondConsumer {
 
   template <class Shared>
   static __device__ void init(Shared& shared, const AttnGradParams&) {
-    using Given = typename Kernel::Given;
-    ptx::barrier_init(&shared.k_full[0], Given::kK ? 2 : 1);
-    ptx::barrier_init(&shared.v_full[0], Given::kV ? 2 : 1);
+    ptx::barrier_init(&shared.k_full[0], Kernel::Given::kK ? 2 : 1);
+    ptx::barrier_init(&shared.v_full[0], Kernel::Given::kV ? 2 : 1);
     ptx::barrier_init(&shared.keys_empty[0], Kernel::kWarps);
     for (int i = 0; i < Kernel::kStages; ++i) {
-      ptx::barrier_init(&shared.q_full[i], kQueryArrivals<typename Kernel::Gradients>);
+      ptx::barrier_init(&shared.q_full[i], kQueryArrivals<Kernel::Gradients::kCopies>);
       ptx::barrier_init(&shared.dout_full[i], 1);
       ptx::barrier_init(&shared.queries_empty[i], Kernel::kWarps * 32);
     }

@@ -35,8 +35,6 @@ struct PackedForward : Forward<T, kHeadDim, kHeadDim, TileOfRow, PackedPolicies>
   using Base::out, Base::p, Base::shared, Base::softmax, Base::warp_row;
   using typename Base::Element, typename Base::Generator, typename Base::Score, typename Base::Shared,
       typename Base::Visibility, typename Base::Work;
-  using Params = DecodeParams;
-  using Grid = PackedGrid;
   static constexpr int kBlockRows = decode::kBlockRows, kTileBlocks = kQueries / kBlockRows;
   static constexpr int kGroupBlocks = kTileBlocks / kGroups;
 
@@ -221,9 +219,9 @@ void packed(const DecodeParams& p, const decode::Plan& plan) {
   entries.cu_seqlens_q = nullptr;
   entries.batch = p.cache.entries;
   entries.seqlen_k = p.cache.page_size;
-  const typename Kernel::Maps maps{query_map(p, p.q, p.head_dim, Kernel::kBlockRows),
-                                   key_map(entries, p.k, p.head_dim, Kernel::kKeys),
-                                   key_map(entries, p.v, p.head_dim_v, Kernel::kKeys)};
+  const ForwardMaps maps{query_map(p, p.q, p.head_dim, Kernel::kBlockRows),
+                         key_map(entries, p.k, p.head_dim, Kernel::kKeys),
+                         key_map(entries, p.v, p.head_dim_v, Kernel::kKeys)};
   PackedGrid grid{};
   grid.tiles = plan.blocks;
   grid.plan = plan;

@@ -216,7 +216,7 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1)
                              const __grid_constant__ decode::BackwardPlan plan) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) unsigned char memory[];
-  Kernel kernel(*reinterpret_cast<typename Kernel::Shared*>(memory), p, workspace, maps, plan);
+  Kernel kernel(*reinterpret_cast<SharedOf<Kernel>*>(memory), p, workspace, maps, plan);
   kernel.init();
   ptx::wait_for_previous_kernel();
   __syncthreads();

@@ -63,8 +63,6 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
   static constexpr bool kStoresByTma = std::is_same_v<Chunking, NoChunks> && !Policies::kTailsOfCaches && !kFinds &&
                                        kBiasTiles == 0 && !Scoring::kIsFp8 && kTileBytes + kOtherBytes <= kSharedBytes;
 
-  using Params = AttnParams;  // these two of the kernel function; derived types have their own
-  using Grid = TileGrid;
   using Work = ForwardWork;
   using SeenWork = typename Chunking::Work;
   using KeyTile = std::conditional_t<kLists, MaskBlock, sm90::KeyTile<kGroups>>;
@@ -415,15 +413,13 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
 };
 
 // Kernel: Forward, or a type derived from it that each_work and Loader give other works (invariant/, few_rows/).
-template <class Kernel>
+template <class Kernel, class Params, class Maps, class Grid, class Score>
 __global__ void __launch_bounds__(Kernel::kThreads, 1)
-    forward_kernel(const __grid_constant__ typename Kernel::Params p,
-                   const __grid_constant__ typename Kernel::Maps maps,
-                   const __grid_constant__ typename Kernel::Grid grid,
-                   const __grid_constant__ typename Kernel::Score score) {
+    forward_kernel(const __grid_constant__ Params p, const __grid_constant__ Maps maps,
+                   const __grid_constant__ Grid grid, const __grid_constant__ Score score) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) unsigned char memory[];
-  auto* const teams = reinterpret_cast<typename Kernel::Shared*>(memory);
+  auto* const teams = reinterpret_cast<SharedOf<Kernel>*>(memory);
   if (threadIdx.x == 0) {
     ptx::prefetch_tensor_map(&maps.q);
     ptx::prefetch_tensor_map(&maps.k);
@@ -434,14 +430,14 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1)
   for (int team = 0; team < Kernel::kTeams; ++team) Kernel::Visibility::clear(teams[team], Kernel::kThreads);
   ptx::wait_for_previous_kernel();
   __syncthreads();
-  typename Kernel::Shared& in_memory = teams[Kernel::team_of_warp(static_cast<int>(threadIdx.x) / 32)];
+  SharedOf<Kernel>& in_memory = teams[Kernel::team_of_warp(static_cast<int>(threadIdx.x) / 32)];
   constexpr bool kUniform = Kernel::Visibility::kUniformShared || Kernel::kTeams > 1;
-  typename Kernel::Shared& shared = kUniform ? uniform_shared(in_memory) : in_memory;
+  SharedOf<Kernel>& shared = kUniform ? uniform_shared(in_memory) : in_memory;
   // The producer warpgroup gives registers to the consumer warpgroups.
   if (threadIdx.x < kGroupThreads) {
     ptx::give_registers<Kernel::kRegisters.producer>();
     Kernel::Visibility::template load<Kernel>(shared, p, maps, grid);
-    if constexpr (Kernel::kTransposers) transpose_values<Kernel>(shared);
+    if constexpr (Kernel::kTransposers) ValueTransposer<Kernel>::run(shared);
   } else {
     ptx::take_registers<Kernel::kRegisters.consumer>();
     Kernel kernel(shared, p, score, uniform(static_cast<int>(threadIdx.x) / kGroupThreads) - 1, grid);
@@ -452,20 +448,21 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1)
 }
 
 // name: of the kernel, in errors. tiles: or other works; a thread block takes several.
-template <class Kernel, class Maps, class Grid>
-void launch_forward_kernel(const char* name, const typename Kernel::Params& p, int64_t tiles, const Maps& maps,
-                           const Grid& grid) {
+template <class Kernel, class Params, class Maps, class Grid>
+void launch_forward_kernel(const char* name, const Params& p, int64_t tiles, const Maps& maps, const Grid& grid) {
   const int64_t blocks = std::min<int64_t>(tiles, multiprocessors());
-  launch_early(forward_kernel<Kernel>, name, p, row_of_blocks(blocks, name, p), Kernel::kThreads,
-               Kernel::kTeams * kSharedBytesOf<Kernel>, p, maps, grid, Kernel::Score::of(p));
+  const auto score = Kernel::Score::of(p);
+  launch_early(forward_kernel<Kernel, Params, Maps, Grid, std::decay_t<decltype(score)>>, name, p,
+               row_of_blocks(blocks, name, p), Kernel::kThreads, Kernel::kTeams * kSharedBytesOf<Kernel>, p, maps, grid,
+               score);
 }
 
 template <class Kernel>
 void launch_forward(const AttnParams& p) {
   if (p.batch * p.heads_q == 0) return;
   typename Kernel::Maps maps{};
-  using Operands = typename Kernel::Operands;
-  static_cast<ForwardMaps&>(maps) = {Operands::query_map(p), Operands::key_map(p), Operands::value_map(p)};
+  static_cast<ForwardMaps&>(maps) = {Kernel::Operands::query_map(p), Kernel::Operands::key_map(p),
+                                     Kernel::Operands::value_map(p)};
   if constexpr (Kernel::kStoresByTma) {
     maps.has_out = rows_are_aligned(p.out, p.head_dim_v, Kernel::kElementBytes);
     if (maps.has_out) maps.out = query_map(p, p.out, p.head_dim_v, kOutRows);
@@ -475,7 +472,7 @@ void launch_forward(const AttnParams& p) {
   int* const taken = takes_tiles(p, all, Kernel::kMasks) ? static_cast<int*>(p.workspace) : nullptr;
   const TileGrid grid{forward_order(p, blocks, Kernel::kElementBytes, Kernel::Scoring::kBatchesTogether ? p.batch : 1),
                       static_cast<int>(all), taken};
-  Operands::prepare(p, taken);
+  Kernel::Operands::prepare(p, taken);
   launch_forward_kernel<Kernel>("sm90 forward", p, all, maps, grid);
 }
 

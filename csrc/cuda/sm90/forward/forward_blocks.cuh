@@ -50,7 +50,7 @@ struct ListedKeyLoader {
   static constexpr int kKeys = Kernel::kKeys, kTiles = kTilesOfBlock<kKeys>;
   static_assert(Kernel::kQueries == kBlockSide);
 
-  typename Kernel::Shared& shared;
+  SharedOf<Kernel>& shared;
   const AttnParams& p;
   const Maps& maps;
   const TileGrid& grid;

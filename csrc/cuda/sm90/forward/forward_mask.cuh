@@ -79,7 +79,7 @@ struct KeyFinder {
   using KeyTile = typename Kernel::KeyTile;
   static constexpr int kKeys = Kernel::kKeys, kQueries = Kernel::kQueries;
 
-  typename Kernel::Shared& shared;
+  SharedOf<Kernel>& shared;
   const AttnParams& p;
   RingPosition<kKeyBatches> at;
   uint32_t work_parity = 0, end_parity = 0;
@@ -197,7 +197,7 @@ struct FoundKeyLoader {
   using Batch = typename Kernel::KeyBatch;
   static constexpr int kKeys = Kernel::kKeys;
 
-  typename Kernel::Shared& shared;
+  SharedOf<Kernel>& shared;
   const AttnParams& p;
   const Maps& maps;
   RingPosition<Kernel::kStages> k, v, partial;

@@ -405,7 +405,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(LargeForward<T, kHea
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using Kernel = LargeForward<T, kHeadDim, kOptions>;
   extern __shared__ __align__(1024) unsigned char memory[];
-  typename Kernel::Shared& shared = *reinterpret_cast<typename Kernel::Shared*>(memory);
+  SharedOf<Kernel>& shared = *reinterpret_cast<SharedOf<Kernel>*>(memory);
   if (threadIdx.x == 0) {
     ptx::prefetch_tensor_map(&maps.q);
     ptx::prefetch_tensor_map(&maps.k);

@@ -29,7 +29,7 @@ struct LargeKeyLoader {
                        kKeyStages = Kernel::kKeyStages;
   static constexpr uint16_t kAllBlocks = Kernel::kAllBlocks;
 
-  typename Kernel::Shared& shared;
+  SharedOf<Kernel>& shared;
   const AttnParams& p;
   const LargeForwardMaps& maps;
   RingPosition<kKeyStages> k;
@@ -84,7 +84,7 @@ struct LargeValueLoader {
                        kValueBytes = Kernel::kValueBytes;
   static constexpr uint16_t kAllBlocks = Kernel::kAllBlocks;
 
-  typename Kernel::Shared& shared;
+  SharedOf<Kernel>& shared;
   const AttnParams& p;
   const LargeForwardMaps& maps;
   RingPosition<kValueStages> v;

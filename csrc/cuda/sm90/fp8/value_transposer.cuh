@@ -109,11 +109,16 @@ __device__ __forceinline__ void transpose_keys(ptx::E4m3Pair (&columns)[kColumns
 
 template <class Kernel>
 struct ValueTransposer {
-  typename Kernel::Shared& shared;
+  SharedOf<Kernel>& shared;
   const int warp;  // one of kTransposingWarps
   RingPosition<Kernel::kRowStages> rows;
   RingPosition<Kernel::kStages> v;
 
+  // The producer warpgroup: all its warps but the first transpose.
+  static __device__ __forceinline__ void run(SharedOf<Kernel>& shared) {
+    const int warp = uniform(static_cast<int>(threadIdx.x) / 32);
+    if (warp > 0) ValueTransposer{shared, warp - 1}.transpose_tiles();
+  }
   __device__ void transpose_tiles() {
     uint32_t parity = 0;
     for (ForwardWork work = receive_work(shared, &parity); work.exists(); work = receive_work(shared, &parity)) {
@@ -139,12 +144,5 @@ struct ValueTransposer {
     rows.advance();
   }
 };
-
-// The warps of the producer warpgroup but the first.
-template <class Kernel, class Shared>
-__device__ __forceinline__ void transpose_values(Shared& shared) {
-  const int warp = uniform(static_cast<int>(threadIdx.x) / 32);
-  if (warp > 0) ValueTransposer<Kernel>{shared, warp - 1}.transpose_tiles();
-}
 
 }  // namespace flashattn_ext::sm90

@@ -109,10 +109,9 @@ struct InvariantForward : ForwardInChunks<T, kHeadDim, TileOfRow, Policies> {
   using Base = ForwardInChunks<T, kHeadDim, TileOfRow, Policies>;
   using Base::kChunkTiles, Base::kGroups, Base::kKeys, Base::kMasks, Base::kOutTiles, Base::kQueries;
   using Base::out, Base::p, Base::shared, Base::softmax;
-  using typename Base::Maps, typename Base::Score, typename Base::Shared, typename Base::Visibility,
-      typename Base::SeenWork, typename Base::Work;
+  using typename Base::Score, typename Base::Shared, typename Base::Visibility, typename Base::SeenWork,
+      typename Base::Work;
   using Earlier = EarlierChunks<kOutTiles, kGroups>;
-  using Grid = ChunkGrid;
 
   float largest = -infinity();  // with a Mask: the largest logit of the chunks so far
 
@@ -193,9 +192,8 @@ void invariant(const AttnParams& p) {
   ChunkGrid grid{};
   static_cast<TileGrid&>(grid) = {forward_order(p, blocks, sizeof(T)), static_cast<int>(tiles), taken};
   grid.sums = reinterpret_cast<float4*>(static_cast<char*>(p.workspace) + kForwardBytes);
-  const typename Kernel::Maps maps{query_map(p, p.q, p.head_dim, Kernel::kQueries),
-                                   key_map(p, p.k, p.head_dim, Kernel::kKeys),
-                                   key_map(p, p.v, p.head_dim_v, Kernel::kKeys)};
+  const ForwardMaps maps{query_map(p, p.q, p.head_dim, Kernel::kQueries), key_map(p, p.k, p.head_dim, Kernel::kKeys),
+                         key_map(p, p.v, p.head_dim_v, Kernel::kKeys)};
   launch_forward_kernel<Kernel>("sm90 invariant forward", p, tiles, maps, grid);
 }
 

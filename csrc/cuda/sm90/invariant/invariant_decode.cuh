@@ -149,7 +149,6 @@ struct InvariantDecode : ChunkedForward<T, kHeadDim, TileOfRow, Policies, Chunks
     }
   };
 
-  using Grid = TaskGrid;
   const ChunkPartials& partials;
 
   __device__ InvariantDecode(Shared& shared, const AttnParams& params, const Score& score, int group,
@@ -218,9 +217,8 @@ inline CUtensorMap grouped_query_map(const AttnParams& p, const ChunkPartials& p
 
 template <class Kernel>
 void run_chunk_tasks(const AttnParams& p, const ChunkPartials& partials) {
-  typename Kernel::Maps maps{
-      Kernel::kMasks ? query_map(p, p.q, p.head_dim, Kernel::kQueries) : grouped_query_map(p, partials),
-      key_map(p, p.k, p.head_dim, Kernel::kKeys), key_map(p, p.v, p.head_dim_v, Kernel::kKeys)};
+  ForwardMaps maps{Kernel::kMasks ? query_map(p, p.q, p.head_dim, Kernel::kQueries) : grouped_query_map(p, partials),
+                   key_map(p, p.k, p.head_dim, Kernel::kKeys), key_map(p, p.v, p.head_dim_v, Kernel::kKeys)};
   if (const KeyPages& pages = partials.pages; pages.table) {
     AttnParams entries = p;  // entries of the cache, as a dense batch
     entries.cu_seqlens_q = nullptr;

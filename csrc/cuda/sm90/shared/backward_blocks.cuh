@@ -63,7 +63,7 @@ struct ListedLoads {
 
 template <class Kernel>
 struct ListedInspector {
-  typename Kernel::Shared& shared;
+  SharedOf<Kernel>& shared;
   const int warp;  // index among the inspectors
   RingPosition<Kernel::kStages> at;
 
@@ -84,7 +84,7 @@ struct ListedInspector {
         if (what == Inspection::kKeys) {
           ptx::barrier_arrive(&shared.k_full[stage]);
         } else {
-          ptx::barrier_arrive(&shared.q_full[stage], warp == 0 ? kQueryArrivals<typename Kernel::Gradients> - 1 : 1);
+          ptx::barrier_arrive(&shared.q_full[stage], warp == 0 ? kQueryArrivals<Kernel::Gradients::kCopies> - 1 : 1);
         }
         ptx::barrier_arrive(&listed.inspected[at.stage]);
       }

@@ -16,10 +16,10 @@ namespace flashattn_ext::sm90 {
 
 // Barriers count threads, not warps (`release` in ring.cuh), where threads themselves read or write shared memory. An
 // arrival of the warp's first lane alone would rely on warp synchronisation, which race checkers do not see. q_full
-// counts the copies, of queries and of what a policy loads with them, and the 32 lanes that store lse and delta of the
+// counts kCopies, of queries and of what a policy loads with them, and the 32 lanes that store lse and delta of the
 // rows.
-template <class Gradients>
-constexpr int kQueryArrivals = Gradients::kCopies + 32;
+template <int kCopies>
+constexpr int kQueryArrivals = kCopies + 32;
 
 // The queries that see any key of tile n of the sequence. All lanes of a warp call it together.
 template <class Visibility, int kKeys>
@@ -82,12 +82,14 @@ struct BackwardLoader {
   using Visibility = typename Kernel::Visibility;
   using Heads = typename Kernel::Heads;
   using Packing = typename Kernel::Packing;
+  using Workspace = typename Kernel::Workspace;
+  using Maps = typename Kernel::Maps;
   static constexpr int kQueries = Kernel::kQueries, kKeys = Kernel::kKeys;
 
-  typename Kernel::Shared& shared;
+  SharedOf<Kernel>& shared;
   const AttnGradParams& p;
-  const typename Kernel::Workspace& workspace;
-  const typename Kernel::Maps& maps;
+  const Workspace& workspace;
+  const Maps& maps;
   RingPosition<Kernel::kKeyStages> keys;
   RingPosition<Kernel::kStages> queries;
   RingPosition<Kernel::kDoutStages> douts;  // only with kDoutApart
@@ -96,6 +98,17 @@ struct BackwardLoader {
   int query_start = 0;
   typename Visibility::template Loads<Kernel::kStages> lists;
 
+  // The producer warpgroup: the loads and, with a Mask or a BlockMask, the inspection.
+  static __device__ __forceinline__ void load_or_inspect(SharedOf<Kernel>& shared, const AttnGradParams& p,
+                                                         const Workspace& workspace, const Maps& maps,
+                                                         const TileGrid& grid) {
+    const int warp = uniform(static_cast<int>(threadIdx.x) / 32);
+    if (warp == 0) {
+      BackwardLoader{shared, p, workspace, maps}.load_tiles(grid);
+    } else {
+      Visibility::template inspect<Kernel>(shared, p, warp);
+    }
+  }
   __device__ void load_tiles(const TileGrid& grid) {
     const int heads = static_cast<int>(Heads::count(p)), all_heads = heads * static_cast<int>(p.batch);
     // A thread block takes its next tile after it has loaded the one before. In a deterministic call thread blocks then
@@ -252,25 +265,13 @@ struct BackwardLoader {
   }
 };
 
-// The producer warpgroup: the loads and, with a Mask or a BlockMask, the inspection.
-template <class Kernel, class Shared, class Workspace, class Maps>
-__device__ __forceinline__ void load_or_inspect(Shared& shared, const AttnGradParams& p, const Workspace& workspace,
-                                                const Maps& maps, const TileGrid& grid) {
-  const int warp = uniform(static_cast<int>(threadIdx.x) / 32);
-  if (warp == 0) {
-    BackwardLoader<Kernel>{shared, p, workspace, maps}.load_tiles(grid);
-  } else {
-    Kernel::Visibility::template inspect<Kernel>(shared, p, warp);
-  }
-}
-
 // The body of a kernel.
 template <class Kernel, class Workspace, class Maps>
 __device__ __forceinline__ void run_backward(const AttnGradParams& p, const Workspace& workspace, const Maps& maps,
                                              const TileGrid& grid) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) unsigned char memory[];
-  typename Kernel::Shared& shared = *reinterpret_cast<typename Kernel::Shared*>(memory);
+  SharedOf<Kernel>& shared = *reinterpret_cast<SharedOf<Kernel>*>(memory);
   if (threadIdx.x == 0) {
     for (const CUtensorMap* map : {&maps.q, &maps.k, &maps.v, &maps.dout}) ptx::prefetch_tensor_map(map);
     Kernel::Gradients::prefetch_map(maps);

@@ -129,7 +129,7 @@ class KeyGradientTurns {
   }
 
   Kernel& kernel;
-  typename Kernel::Shared& shared;
+  SharedOf<Kernel>& shared;
   Products scores;
 };
 

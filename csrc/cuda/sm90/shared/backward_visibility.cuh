@@ -97,7 +97,7 @@ __device__ __forceinline__ bool is_partial(const Limits& whole, int m) {
 
 template <class Kernel>
 struct BackwardInspector {
-  typename Kernel::Shared& shared;
+  SharedOf<Kernel>& shared;
   const AttnGradParams& p;
   const int warp;  // index among the inspectors
   RingPosition<Kernel::kKeyStages> keys;

@@ -39,11 +39,9 @@ __device__ __forceinline__ void pass_dq(int group) {
 // takes more than a third of a step.
 template <class Kernel>
 struct DqAdder {
-  using Layout = typename Kernel::Layout;
   static constexpr int kQueries = Kernel::kQueries, kKeys = Kernel::kKeys;
-  using Visibility = typename Kernel::Visibility;
 
-  typename Kernel::Shared& shared;
+  SharedOf<Kernel>& shared;
   const AttnGradParams& p;
   const BackwardWorkspace& workspace;
   RingPosition<Kernel::kWorkStages> works;
@@ -51,8 +49,8 @@ struct DqAdder {
 
   // The warp is one of several in kernels with a bias (backward_bias.cuh), which use the last two arguments.
   template <class Maps>
-  __device__ DqAdder(typename Kernel::Shared& shared, const AttnGradParams& p, const BackwardWorkspace& workspace,
-                     const Maps&, int)
+  __device__ DqAdder(SharedOf<Kernel>& shared, const AttnGradParams& p, const BackwardWorkspace& workspace, const Maps&,
+                     int)
       : shared(shared), p(p), workspace(workspace) {}
 
   __device__ void add_tiles() {
@@ -72,13 +70,13 @@ struct DqAdder {
       pass(work, nullptr, 0);
       pass(work, nullptr, 1);
     }
-    if constexpr (Visibility::kLists) return add_listed_steps(work);
+    if constexpr (Kernel::Visibility::kLists) return add_listed_steps(work);
     bool may_add = false;  // whether the order is known to have come to this step
     for (Walk now(p, work, Kernel::Heads::in_walk(p)); now.left > 0; now.advance(), ++step) {
       if (p.deterministic && leads()) await_earlier_keys(work, now, may_add);
       __syncwarp();
       pass(work, &now, 0);
-      if (Layout::kPartsOverlap && p.deterministic && leads()) ptx::bulk_wait<0>();
+      if (Kernel::Layout::kPartsOverlap && p.deterministic && leads()) ptx::bulk_wait<0>();
       pass(work, &now, 1);
       if (p.deterministic && leads()) {
         may_add = may_add_next(work, now);
@@ -138,29 +136,29 @@ struct DqAdder {
   // The first tile of a step in the workspace's dq. now: has a query head h and the number m of a query tile.
   template <class Step>
   __device__ __forceinline__ int64_t tile(const BackwardWork& work, const Step& now) const {
-    return now.h * workspace.tiles + work.dq_tile + now.m * (kQueries / Layout::kTileRows);
+    return now.h * workspace.tiles + work.dq_tile + now.m * (kQueries / Kernel::Layout::kTileRows);
   }
   template <class Step>
   __device__ __forceinline__ void start(const BackwardWork& work, const Step& now, int group) const {
     const int64_t first = tile(work, now);
-    float* const to = Layout::fragment(workspace, first, group * 4, 0);
-    const int rows = work.length_q - now.m * kQueries - Layout::row(group * 4);
-    constexpr int kTileRows = Layout::kTileRows;
+    float* const to = Kernel::Layout::fragment(workspace, first, group * 4, 0);
+    const int rows = work.length_q - now.m * kQueries - Kernel::Layout::row(group * 4);
+    constexpr int kTileRows = Kernel::Layout::kTileRows;
     // With 64 queries a step the second warpgroup has the columns from 64 on; of three panels, each has half of the
     // last.
     constexpr int kSharedTiles = Kernel::kDqTiles - 8;
     constexpr bool kSharesPanel = kSharedTiles > 0;
     constexpr int kSecondColumns =
-        kQueries == 128 || kSharesPanel || Layout::kPartsOverlap ? 64 : Kernel::kColumns - 64;
+        kQueries == 128 || kSharesPanel || Kernel::Layout::kPartsOverlap ? 64 : Kernel::kColumns - 64;
     auto& part = shared.part_of(group);
     const int bytes = kTileRows * 4 * (group == 0 ? 64 : kSecondColumns);
 #pragma unroll 1
     for (int warp = 0; warp < 4; ++warp) {
       if (warp * kTileRows >= rows) break;  // rows after the last of the sequence have no tile in the workspace
-      ptx::bulk_add(to + warp * Layout::kTileFloats, part[warp][0], bytes);
+      ptx::bulk_add(to + warp * Kernel::Layout::kTileFloats, part[warp][0], bytes);
       if constexpr (kSharesPanel) {
-        float* const half = Layout::fragment(workspace, first, 0, 16 + kSharedTiles * group);
-        ptx::bulk_add(half + warp * Layout::kTileFloats, part[warp][8], kTileRows * 4 * 8 * kSharedTiles);
+        float* const half = Kernel::Layout::fragment(workspace, first, 0, 16 + kSharedTiles * group);
+        ptx::bulk_add(half + warp * Kernel::Layout::kTileFloats, part[warp][8], kTileRows * 4 * 8 * kSharedTiles);
       }
     }
   }
@@ -169,8 +167,10 @@ struct DqAdder {
   __device__ __forceinline__ auto order(const BackwardWork& work, const Step& now, int ahead = 0) const {
     return DqOrder{
         workspace.dq_added + tile(work, now), true,
-        [&, ahead] { return Visibility::template added_before<kKeys, kQueries>(p, shared, work, now.m, step + ahead); },
-        [&] { return Visibility::template added_after<kKeys, kQueries>(p, shared, work, now.m, step); }, [] {}};
+        [&, ahead] {
+          return Kernel::Visibility::template added_before<kKeys, kQueries>(p, shared, work, now.m, step + ahead);
+        },
+        [&] { return Kernel::Visibility::template added_after<kKeys, kQueries>(p, shared, work, now.m, step); }, [] {}};
   }
   template <class Step>
   __device__ __forceinline__ void await_earlier_keys(const BackwardWork& work, const Step& now,
@@ -183,7 +183,7 @@ struct DqAdder {
   // time for that wait. With a Mask the values of the counter are known one step ahead where dq of a step is computed
   // in the next one.
   __device__ __forceinline__ bool may_add_next(const BackwardWork& work, const Walk& now) const {
-    constexpr bool kReadsAhead = kQueries <= 64 && (!Visibility::kHasIntervals || Kernel::kLateDq);
+    constexpr bool kReadsAhead = kQueries <= 64 && (!Kernel::Visibility::kHasIntervals || Kernel::kLateDq);
     if (!kReadsAhead || now.left <= 1) return false;
     Walk next = now;
     next.advance();
