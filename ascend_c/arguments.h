@@ -27,7 +27,7 @@ struct Arguments : AttnGradParams {
   static constexpr bool kLongSteps = false;   // SizesOf
 
   ScoreRule<float, void> score;  // score.h
-  float cap = 0;                 // of the score's tanh, in natural units; 0: none
+  float cap = 0;                 // cap of the score's tanh, in natural units; 0: none
   float inverse_keep = 1.0f;     // 1 / p_keep of dropout
   bool exact_scale = false;      // softmax_scale is a power of two
 

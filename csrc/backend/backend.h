@@ -40,8 +40,9 @@ struct Backend {
   size_t (*decode_workspace_bytes)(const DecodeParams& params) = nullptr;
   void (*decode)(const DecodeParams& params) = nullptr;
 
-  // Whether the kernels for few queries and many keys run a forward that the backend supports; its own dispatch asks
-  // the same. Uses sizes, options and, of tensors on the host, cu_seqlens. nullptr in a backend without such kernels.
+  // Whether the kernels for few queries and many keys run a forward that the backend supports; its own dispatch
+  // asks this too. Uses sizes, options and, of tensors on the host, cu_seqlens. nullptr in a backend without such
+  // kernels.
   bool (*runs_few_queries)(const AttnParams& params) = nullptr;
 
   // Forward mode and second derivatives (derivative_params.h). All nullptr in a backend without them.

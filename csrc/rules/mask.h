@@ -218,7 +218,7 @@ using IndexRange = BasicIndexRange<int64_t>;
 // blocks than `max_partial` allowed.
 
 constexpr int64_t kMaskBlock = 128;                   // rows and keys of a block
-constexpr int64_t kMaskBlockWords = kMaskBlock / 32;  // of the bits of one row
+constexpr int64_t kMaskBlockWords = kMaskBlock / 32;  // words of the bits of one row
 constexpr int32_t kWholeBlock = -1;
 
 struct MaskBlock {

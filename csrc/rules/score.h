@@ -116,7 +116,7 @@ struct ScoreRule {
 
   bool changes = false;        // whether the call has an option of a score
   bool is_large = false;       // a softcap above kLargeCap
-  Real factor = kLog2E<Real>;  // of stored scores: log2(e) * cap
+  Real factor = kLog2E<Real>;  // factor of stored scores: log2(e) * cap
   Real softmax_scale = 1;
   // In calls with an option the stored score is a function of inner * product, and inverse is 1 / factor.
   Real inner = 0, inverse = 0;

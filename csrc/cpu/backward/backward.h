@@ -20,7 +20,7 @@ struct BackwardScratch {
   BackwardScratch(const AttnGradParams& p, void* base) : BackwardScratch(p, tile_size<Op>(p), ScratchCarver(base)) {}
 
   int64_t units, units_v;      // units of a padded row of q and k, and of v and dout
-  int64_t columns, columns_v;  // the same in elements
+  int64_t columns, columns_v;  // their elements
   KeyRowsOperand<In, Op> k;
   Unit *v, *q, *dout;  // staged rows (pack.h)
   // B operands: row panels and transposed panels (pack.h).

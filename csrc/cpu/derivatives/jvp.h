@@ -89,7 +89,7 @@ class Jvp {
       scratch.rows.end_biases(lane_count);
     }
     // Without tangents of logits and values, nothing is summed over keys.
-    if (scratch.tangents.moves_logits() || p.tangents.v.data) walk(mask, keys, TangentPass::kWeights);
+    if (scratch.tangents.has_logit_tangents() || p.tangents.v.data) walk(mask, keys, TangentPass::kWeights);
     write();
   }
 
@@ -156,7 +156,7 @@ class Jvp {
       weigh_tangents<Accuracy>(tile, tangents, rule, scratch.rows, pass, p.tangents.v.data, mask, lanes, panel_keys);
     }
     if (pass == TangentPass::kBiases) return;
-    if (tangents.moves_logits()) add_values(p.v, tangents.scores, mask, hk, row, count);
+    if (tangents.has_logit_tangents()) add_values(p.v, tangents.scores, mask, hk, row, count);
     if (p.tangents.v.data) add_values(p.tangents.v, tile.scores, mask, hk, row, count);
   }
 

@@ -86,7 +86,7 @@ struct SecondScratch {
   SecondScratch(const SecondParams& p, void* base) : SecondScratch(p, tile_size<Op>(p), ScratchCarver(base)) {}
 
   int64_t units, units_v;      // units of a padded row of q and k, and of v and dout
-  int64_t columns, columns_v;  // the same in elements
+  int64_t columns, columns_v;  // their elements
   KeyRowsOperand<In, Op> k, tk;
   Unit *v, *tv;  // staged rows
   QueryRowsOperand<In, Op> q, tq, dout;

@@ -25,7 +25,7 @@ struct TangentTile {
 
   bool has_products() const { return of_q || of_k; }
   // Whether any A can be other than 0.
-  bool moves_logits() const { return has_products() || of_biases; }
+  bool has_logit_tangents() const { return has_products() || of_biases; }
 
   // Computes the products for one panel of queries. Operands without a tangent are not read.
   FLASHATTN_SHARED void multiply(StagedRows<Op> k, StagedRows<Op> tk, Panels<Op> q, Panels<Op> tq, IndexRange keys,

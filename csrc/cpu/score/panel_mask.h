@@ -25,7 +25,7 @@ struct KeyRows {
   }
   bool sees(int64_t row, int64_t key) const { return bits[key * words + row / kWordLanes] >> (row % kWordLanes) & 1; }
 
-  int64_t words;             // of one key
+  int64_t words;             // words of one key
   uint16_t* bits;            // [keys][words]: bit l of word n for row 16 * n + l
   IntervalExtremes* groups;  // [keys / kTileRows]: extremes of the keys of a register tile
 

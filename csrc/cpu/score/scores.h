@@ -132,7 +132,7 @@ class ScoreVector {
 
   int64_t queries;
   Real* scores;
-  const uint16_t *keep_bits, *seen_bits;  // of a tile: keep_bits.h, KeyRows
+  const uint16_t *keep_bits, *seen_bits;  // bits of a tile: keep_bits.h, KeyRows
   int64_t first_lane;
 };
 

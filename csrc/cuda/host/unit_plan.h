@@ -18,7 +18,7 @@ inline bool may_run_short_kernels(const AttnParams& p) {
 struct UnitPlan {
   int parts;  // thread blocks of a KV head
   int share;  // units of a thread block
-  int units;  // of a query head
+  int units;  // units of a query head
   int group;  // query heads of a KV head
   int keys;   // rows of a tile of keys in shared memory
 

@@ -78,8 +78,8 @@ __device__ __forceinline__ float* place_in_fragment(float* fragment) {
   return fragment + threadIdx.x % 32;
 #endif
 }
-// The same, hidden from the compiler: it adds the offsets of further fragments to it in the instructions. It would
-// otherwise compute each address from its parts, with four instructions and two registers.
+// place_in_fragment, hidden from the compiler: it adds the offsets of further fragments to it in the instructions. It
+// would otherwise compute each address from its parts, with four instructions and two registers.
 __device__ __forceinline__ float* opaque_place_in_fragment(float* fragment) {
   float* place = place_in_fragment(fragment);
   asm volatile("" : "+l"(place));

@@ -158,8 +158,8 @@ __device__ __forceinline__ void hide_row_by_bits(float (&x)[kKeys / 8][4], int r
     if (!(pair & (2u << n % 4 * 8))) x[n][2 * r + 1] = hidden;
   }
 }
-// The same for a lane's rows g and g + 8 of each row tile, whose bits it loads. row, key: of this lane's first row, and
-// of the first of the 8 * N keys, within the block.
+// Hides scores of a lane's rows g and g + 8 of each row tile, whose bits it loads. row, key: of this lane's first row,
+// and of the first of the 8 * N keys, within the block.
 template <int kRowTiles, int N>
 __device__ __forceinline__ void hide_keys_by_bits(float (&x)[kRowTiles][N][4], const PartialBlock& block, int row,
                                                   int key) {

@@ -8,18 +8,18 @@
 
 namespace flashattn_ext {
 
-// The position of a lane's scores in a warp's tile. Rows of accumulators are queries in the forward, and keys in the
+// The positions of a lane's scores in a warp's tile. Rows of accumulators are queries in the forward, and keys in the
 // backward, whose scores are transposed. Element e of row tile i and column tile n is at a compile-time offset from the
 // lane's first score.
 template <bool kTransposed>
-struct Place {
+struct ScorePositions {
   int row, key;       // query and key of the lane's first score
   int distance;       // distance of that score: key - position of the query
   int tile_distance;  // distance of the first score of the warp's tile
 
   // row0, key0: of the first score of the warp's tile. Mask: Mask32 or UnplacedMask32.
   template <class Mask>
-  __device__ __forceinline__ Place(const Mask& mask, int row0, int key0) {
+  __device__ __forceinline__ ScorePositions(const Mask& mask, int row0, int key0) {
     row = row0 + (kTransposed ? 2 * t() : g());
     key = key0 + (kTransposed ? g() : 2 * t());
     tile_distance = key0 - row0 - mask.first_position();
@@ -85,7 +85,7 @@ struct DistanceBias {
   static constexpr int kRows = kTransposed ? 8 * kColumnTiles : 16 * kRowTiles;
   static constexpr int kKeys = kTransposed ? 16 * kRowTiles : 8 * kColumnTiles;
 
-  Place<kTransposed> place;
+  ScorePositions<kTransposed> place;
   HeadBias<float> head;
   bool has_slopes;
   bool is_invariant;  // the bits of a bias must not depend on the tile that its score is in

@@ -66,7 +66,7 @@ struct BackwardWorkspace {
 
   // delta / keep_scale; lse as one word or the mark of large_rows.cuh, in units of log2, +inf for fully masked rows.
   float *delta, *lse;
-  LseWords<float>* words;  // the same lse as two words
+  LseWords<float>* words;  // lse as two words
   float* dq;               // [Hq][tiles][tile_floats], in the order of the main stage's accumulators
   int* dq_added;           // deterministic calls: [Hq][tiles][dq_parts], how many key tiles have added to a part of dq
   int* key_tiles_taken;    // by thread blocks (TileGrid::taken)

@@ -75,11 +75,11 @@ struct RowPair {
 
 // One score, after the rule and dropout.
 struct SecondScore {
-  float weight, moved, dp, b;  // P, A - tlse, m dP - delta, m B - r
+  float weight, log_tangent, dp, b;  // P, A - tlse, m dP - delta, m B - r
 
-  __device__ __forceinline__ float dlogit() const { return weight * dp; }                  // dS
-  __device__ __forceinline__ float second() const { return weight * fmaf(dp, moved, b); }  // E
-  __device__ __forceinline__ float of_value(bool keeps) const { return keeps ? weight * moved : 0.f; }
+  __device__ __forceinline__ float dlogit() const { return weight * dp; }                        // dS
+  __device__ __forceinline__ float second() const { return weight * fmaf(dp, log_tangent, b); }  // E
+  __device__ __forceinline__ float of_value(bool keeps) const { return keeps ? weight * log_tangent : 0.f; }
 };
 
 // No option of a score. Rows whose lse is a mark (large_rows.cuh) have been handled.
@@ -113,8 +113,8 @@ struct PlainSecond {
       });
     }
   }
-  template <class... Place>
-  static __device__ void end_head(const Place&...) {}
+  template <class... Arguments>
+  static __device__ void end_head(const Arguments&...) {}
 };
 
 }  // namespace flashattn_ext

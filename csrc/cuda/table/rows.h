@@ -50,17 +50,17 @@ struct BackwardTile {
 
 // The kernels of whole heads (cuda/sm80/whole_heads/), whose thread blocks have as many warps as a call has rows.
 struct HeadsForwardTile {
-  int keys;    // of a step
-  int warps;   // of a thread block, at most
-  int blocks;  // of as many warps, resident on a multiprocessor; bounds the registers
+  int keys;    // keys of a step
+  int warps;   // warps of a thread block, at most
+  int blocks;  // blocks of as many warps, resident on a multiprocessor; bounds the registers
   constexpr bool exists() const { return keys > 0; }
 };
 
 struct HeadsBackwardTile {
-  int queries;  // of a tile, at most
+  int queries;  // queries of a tile, at most
   int step;     // queries whose scores a warp holds at a time
-  int columns;  // of dq that a warp computes at a time
-  int warps;    // of a thread block, at most: each has 16 keys
+  int columns;  // columns of dq that a warp computes at a time
+  int warps;    // warps of a thread block, at most: each has 16 keys
   int blocks;   // as above
   constexpr bool exists() const { return queries > 0; }
 };
@@ -88,7 +88,7 @@ struct ForwardTile {
 
 // The forward of short sequences (cuda/sm90/forward_short/), whose thread blocks are one warpgroup.
 struct ShortForwardTile {
-  int keys;    // of a step
+  int keys;    // keys of a step
   int blocks;  // resident on a multiprocessor; bounds the registers
   constexpr bool exists() const { return keys > 0; }
 };
@@ -99,7 +99,7 @@ enum class BackwardOrder {
   kPingPong,     // ping-pong: one issues products while the other computes, twice a step, with dq in the next step
   kThreePhases,  // ping-pong, three times a step, with dq in the same step: for head dims that leave few registers
   kApart,        // ping-pong, twice a step, with dq in a third warpgroup (backward_apart.cuh)
-  kApartOnce,    // the same with a single turn of each warpgroup in a step
+  kApartOnce,    // kApart with a single turn of each warpgroup in a step
   kPairs,        // a pipeline of warpgroups, in two thread blocks that exchange dS (backward_wide.cuh)
 };
 

@@ -36,8 +36,8 @@ struct PlainGradients {
                                                             step.log2_sum + first, step.delta + first, seen_by,
                                                             dropping);
   }
-  template <class... Place>
-  static __device__ void end_head(const Place&...) {}
+  template <class... Arguments>
+  static __device__ void end_head(const Arguments&...) {}
 };
 
 // Options of a score and biases, found out at run time. Bias: TileBias or, of kernels without a bias of any shape,

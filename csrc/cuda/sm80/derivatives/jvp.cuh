@@ -120,9 +120,9 @@ struct Jvp {
     return BiasPlace{head()->b, head()->h, mask(), ptx::opaque(row0) + tile_row(0), n * kKeys};
   }
 
-  __device__ bool moves_products() const { return p.tangents.q.data || p.tangents.k.data; }
+  __device__ bool has_product_tangents() const { return p.tangents.q.data || p.tangents.k.data; }
   // Whether the tangent of any logit can be other than 0.
-  __device__ bool moves_logits() const { return moves_products() || Tangents::has_biases(p); }
+  __device__ bool has_logit_tangents() const { return has_product_tangents() || Tangents::has_biases(p); }
 
   __device__ __forceinline__ void run(const TileOrder& order) {
     const int heads = static_cast<int>(p.heads_q);
@@ -137,7 +137,7 @@ struct Jvp {
         rows.end_biases();
         __syncthreads();
       }
-      if (moves_logits() || p.tangents.v.data) walk_keys<false>();
+      if (has_logit_tangents() || p.tangents.v.data) walk_keys<false>();
       finish_tile();
       __syncthreads();
     }
@@ -196,7 +196,7 @@ struct Jvp {
     const int columns = static_cast<int>(p.head_dim_v);
     Visibility::load_pairs(*this, n);
     if (!kBiasesAlone) {
-      if (moves_logits()) load_rows(v_tile, keys()->v, p.v.row_stride, n, columns);
+      if (has_logit_tangents()) load_rows(v_tile, keys()->v, p.v.row_stride, n, columns);
       if (p.tangents.v.data) load_rows(tv_tile, key_tangents()->v, p.tangents.v.row_stride, n, columns);
     }
     ptx::cp_async_commit();
@@ -264,26 +264,27 @@ struct Jvp {
         Tangents::add_biases(p, tangents, place);
         rows.hide(scores, tangents);
       }
-      Weights moved, weights;
-      weigh(moved, weights, scores, tangents, rule, step.n);
-      if (moves_logits()) add_values(step, moved, v_tile);
+      Weights tangent_weights, weights;
+      weigh(tangent_weights, weights, scores, tangents, rule, step.n);
+      if (has_logit_tangents()) add_values(step, tangent_weights, v_tile);
       if (p.tangents.v.data) add_values(step, weights, tv_tile);
     }
   }
 
-  // moved: P m (A - pivot); weights: P m, if values have a tangent. Without the factor 1 / p_keep.
+  // tangent_weights: P m (A - pivot); weights: P m, if values have a tangent. Without the factor 1 / p_keep.
   template <class Rule>
-  __device__ void weigh(Weights& moved, Weights& weights, Scores& scores, Scores& tangents, const Rule& rule, int n) {
+  __device__ void weigh(Weights& tangent_weights, Weights& weights, Scores& scores, Scores& tangents, const Rule& rule,
+                        int n) {
     rows.weigh(scores, tangents, rule);
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
       for (int k = 0; k < kSteps; ++k) {
-        moved[i][k] = Core::from_accumulators(tangents[i], k);
+        tangent_weights[i][k] = Core::from_accumulators(tangents[i], k);
         weights[i][k] = Core::from_accumulators(scores[i], k);
       }
       const int row = row0 + tile_row(i), key = n * kKeys;
-      Dropping::template drop<Core>(p, dropout(), head()->h, moved[i], row, key);
+      Dropping::template drop<Core>(p, dropout(), head()->h, tangent_weights[i], row, key);
       if (p.tangents.v.data) Dropping::template drop<Core>(p, dropout(), head()->h, weights[i], row, key);
     }
   }

@@ -61,15 +61,15 @@ struct GeneralSecond {
           const float below = exact ? fmaf(own, score.factor, -top) : logits[i][n][e] - top;
           const float weight = ptx::ex2(below - (odd ? log2_sum.y : log2_sum.x));
           const float slope = score.changes_products() ? slope_at(score, own) : 1.f;
-          const float moved = tangent * score.softmax_scale;
-          const SecondScore of{weight,
-                               fmaf(of_biases[i][n][e], kLn2<float>, moved * slope) - (odd ? rows.tlse.y : rows.tlse.x),
-                               (keeps ? product : 0.f) - (odd ? rows.delta.y : rows.delta.x),
-                               (keeps ? b[i][first + n][e] : 0.f) - (odd ? rows.r.y : rows.r.x)};
+          const float scaled_tangent = tangent * score.softmax_scale;
+          const SecondScore of{
+              weight, fmaf(of_biases[i][n][e], kLn2<float>, scaled_tangent * slope) - (odd ? rows.tlse.y : rows.tlse.x),
+              (keeps ? product : 0.f) - (odd ? rows.delta.y : rows.delta.x),
+              (keeps ? b[i][first + n][e] : 0.f) - (odd ? rows.r.y : rows.r.x)};
           // A weight of 0 has no gradient, even if a product is not finite: the bias may mask the score.
           const bool counts = seen_by.includes(i, e / 2, (first + n) * 8 + odd) && weight != 0;
           const float dlogit = counts ? of.dlogit() * slope : 0.f, second = counts ? of.second() : 0.f;
-          const float curved = score.changes_products() ? score.curvature(own) * dlogit * moved : 0.f;
+          const float curved = score.changes_products() ? score.curvature(own) * dlogit * scaled_tangent : 0.f;
           e_of[i][n][e] = second;
           tangent = dlogit;
           product = counts ? fmaf(second, slope, curved) : 0.f;

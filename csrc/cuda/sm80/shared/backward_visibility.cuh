@@ -103,7 +103,7 @@ struct MaskQueries {
   using Mask = Mask32;
   struct alignas(16) QueryTile {
     int h, m;
-    int bits;  // of the block that it lies in: MaskBlock::bits
+    int bits;  // MaskBlock::bits of the block that it lies in
     int ends_head;
   };
   struct Notes {
@@ -119,7 +119,7 @@ struct MaskQueries {
   // With a BlockMask the tiles of a head are counted along the run of entries of the key tile's block (TilesOfRun).
   struct Walk {
     int steps;
-    int h, place, last;  // of the tile that is loaded next: its head, its place, the last place of its head
+    int h, place, last;  // the tile that is loaded next: its head, its place, the last place of its head
     MaskBlock entry;     // that it lies in
 
     __device__ Walk(const Kernel& kernel, int first, int last)

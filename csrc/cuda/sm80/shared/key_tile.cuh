@@ -102,8 +102,8 @@ struct KeyTileStep {
   int b, h;
   int row0, query;                      // the first query of the tile; of the warp, within the tile
   int key;                              // the first key of the warp, within the sequence
-  bool is_first_split;                  // of the columns
-  const float *lse, *log2_sum, *delta;  // of the tile of queries, in shared memory
+  bool is_first_split;                  // whether the block has the first split of the columns
+  const float *lse, *log2_sum, *delta;  // statistics of the tile of queries, in shared memory
   const float* more;                    // behind delta: what the policy keeps for each query
 
   __device__ Mask mask() const { return Mask(p, extent->length_q, extent->length_k); }

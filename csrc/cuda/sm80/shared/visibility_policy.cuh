@@ -87,7 +87,7 @@ struct MaskVisibility {
   };
   struct OfMask {
     const int2* pairs;  // a Mask's intervals, from the head's first key on; null without one
-    int bits;           // of the tile that is computed, if it lies in a partial block
+    int bits;           // MaskBlock::bits of the tile that is computed, if it lies in a partial block
   };
   struct ListedKey {
     int2 seen_by;

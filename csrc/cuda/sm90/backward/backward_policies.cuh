@@ -67,14 +67,14 @@ struct PackedDistanceScores {
     Packing::weigh(weights, scores, rule, lse, masked || has_marks, prepare, row0, key);
   }
 
-  // Turns dP into dS and sums the gradients of biases. rare, prepare: as in PackedScores; rare also if the bias may
-  // hide a score.
+  // Turns dP into dS and sums the gradients of biases. masked_or_marked, prepare: as in PackedScores; masked_or_marked
+  // also if the bias may hide a score.
   template <class Prepare>
   static __device__ __forceinline__ void differentiate(Scores& dscores, const Packed& weights, const Packed& slopes,
                                                        const GeneralScore& score, BiasGradient& bias_gradient,
-                                                       const float (&delta)[kQueries], bool rare,
+                                                       const float (&delta)[kQueries], bool masked_or_marked,
                                                        const Prepare& prepare) {
-    Packing::differentiate(dscores, weights, ScaledLogit{}, delta, rare, prepare);
+    Packing::differentiate(dscores, weights, ScaledLogit{}, delta, masked_or_marked, prepare);
     bias_gradient.add_all(reinterpret_cast<const float (&)[1][kQueries / 8][4]>(dscores));
     if (score.changes_products()) multiply(dscores, slopes);
   }
@@ -168,10 +168,10 @@ struct DistanceGradients : UnbiasedGradients<Packing> {
                                                 const typename Packing::Packed& weights, const Step& step,
                                                 const Work& work, const Walk& now, bool masked) {
     const auto bias = begin(step, work, now);
-    const bool rare = step.is_rare(masked || bias.range != Reached::kNone);
+    const bool masked_or_marked = step.is_masked_or_marked(masked || bias.range != Reached::kNone);
     typename Arithmetic::BiasGradient gradient{step.p, bias,  step.workspace, {step.shared.centres[step.stage]},
                                                work.b, now.h, true,           sums};
-    Arithmetic::differentiate(dscores, weights, slopes, step.workspace.score, gradient, step.delta(), rare,
+    Arithmetic::differentiate(dscores, weights, slopes, step.workspace.score, gradient, step.delta(), masked_or_marked,
                               [&] { step.clear_rows(dscores); });
     if (uniform(static_cast<int>(now.ends_head()))) end_head(step, work, now.h);
   }
@@ -221,13 +221,14 @@ struct BiasTileGradients : UnbiasedGradients<Packing> {
       step.subtract_words(scores, rule, work.b, now.h, row0);
       return visible(step.p, work, now.h);
     };
-    Packing::weigh(weights, scores, rule, step.lse(), step.is_rare(masked), prepare, row0, work.key0 + step.warp_key);
+    Packing::weigh(weights, scores, rule, step.lse(), step.is_masked_or_marked(masked), prepare, row0,
+                   work.key0 + step.warp_key);
   }
   template <class Step, class Work, class Walk>
   __device__ __forceinline__ void differentiate(typename Packing::Scores& dscores,
                                                 const typename Packing::Packed& weights, const Step& step, const Work&,
                                                 const Walk&, bool masked) {
-    Packing::differentiate(dscores, weights, ScaledLogit{}, step.delta(), step.is_rare(masked || hides),
+    Packing::differentiate(dscores, weights, ScaledLogit{}, step.delta(), step.is_masked_or_marked(masked || hides),
                            [&] { step.clear_rows(dscores); });
   }
   template <class Step>
@@ -256,7 +257,7 @@ template <class Packing>
 struct ListedGradients : UnbiasedGradients<Packing> {
   static constexpr int kQueries = Packing::kTiles * 8;
   using Seen = SeenQueries<1, Packing::kTiles>;
-  Seen seen;  // of a step with marks
+  Seen seen;  // what the lane sees of a step with marks
 
   template <class Step, class Walk>
   __device__ __forceinline__ Nothing begin(const Step& step, const BackwardWork& work, const Walk&) {

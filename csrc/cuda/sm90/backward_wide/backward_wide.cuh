@@ -284,7 +284,7 @@ struct WideBackward {
         return visible(p, work, now.h);
       };
       Packing::weigh(weights, scores, workspace.score, shared.lse[queries.stage],
-                     this->this_step().is_rare(Packing::is_masked(unmasked, row0)), prepare, row0, key);
+                     this->this_step().is_masked_or_marked(Packing::is_masked(unmasked, row0)), prepare, row0, key);
       if (Dropping::kDrops) {
         // The other buffer is free for the next step: all warps have passed this barrier since they read it.
         ptx::named_barrier_sync(kWideGroup + this->group - 1, kGroupThreads);
@@ -368,7 +368,7 @@ struct WideBackward {
       weights_at.advance();
       Visibility::await(shared.q_full, shared.queries_inspected, queries);
       Packing::differentiate(dscores, weights, workspace.score, shared.delta[queries.stage],
-                             this->this_step().is_rare(Packing::is_masked(unmasked, now.m * kQueries)),
+                             this->this_step().is_masked_or_marked(Packing::is_masked(unmasked, now.m * kQueries)),
                              [&] { this->this_step().clear_rows(dscores); });
       pack_scores<T>(weights, dscores);
       ptx::barrier_wait(&shared.dscores_empty[dscores_at.stage], dscores_at.parity ^ 1);

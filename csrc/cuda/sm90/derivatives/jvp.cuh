@@ -127,7 +127,7 @@ struct Jvp : ForwardConsumer<Jvp<T, kHeadDim, TileOfRow, Given>> {
   RingPosition<kStages> k, v;
   uint32_t q_fragments[kHeadDim / 16][4];  // operands from registers leave shared memory to those of the other products
   float scores[kScoreTiles][4], tangents[kScoreTiles][4], out[kOutTiles][4];
-  uint32_t weights[kSteps][4], moved[kSteps][4];  // P and P (A - pivot), packed
+  uint32_t weights[kSteps][4], tangent_weights[kSteps][4];  // P and P (A - pivot), packed
   TangentRows<1, false> rows;
 
   __device__ Jvp(Shared& shared, const JvpParams& params, const Rule& score, int group)
@@ -228,7 +228,7 @@ struct Jvp : ForwardConsumer<Jvp<T, kHeadDim, TileOfRow, Given>> {
   __device__ __forceinline__ void multiply_values() {
     ptx::hold(out);
     ptx::wgmma_fence();
-    if constexpr (Given::kLogits) issue_accumulate<32, uint64_t>(out, moved, shared.v[v.stage]);
+    if constexpr (Given::kLogits) issue_accumulate<32, uint64_t>(out, tangent_weights, shared.v[v.stage]);
     if constexpr (Given::kV) issue_accumulate<32, uint64_t>(out, weights, shared.tv[v.stage]);
     ptx::wgmma_commit();
   }
@@ -259,7 +259,7 @@ struct Jvp : ForwardConsumer<Jvp<T, kHeadDim, TileOfRow, Given>> {
     rows.weigh(score_tile(), tangent_tile(), rule);
   }
   __device__ __forceinline__ void pack() {
-    if constexpr (Given::kLogits) pack_scores<T>(moved, tangents);
+    if constexpr (Given::kLogits) pack_scores<T>(tangent_weights, tangents);
     if constexpr (Given::kV) pack_scores<T>(weights, scores);
   }
 

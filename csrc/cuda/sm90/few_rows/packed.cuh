@@ -40,14 +40,14 @@ struct PackedForward : Forward<T, kHeadDim, kHeadDim, TileOfRow, PackedPolicies>
 
   // A published work has its place in `h`, the first query of its sequence in query_start, and in row0 the
   // complement of the slot of its part, which is negative, or 0 where the result goes to `out`.
-  struct Place {
+  struct PublishedTile {
     int row_tile, hk;
     bool is_first;  // the first part of the sequence
 
     __device__ __forceinline__ int packed(const AttnParams& p) const {
       return 2 * (row_tile * static_cast<int>(p.heads_k) + hk) + (is_first ? 1 : 0);
     }
-    static __device__ __forceinline__ Place of(int packed, const AttnParams& p) {
+    static __device__ __forceinline__ PublishedTile of(int packed, const AttnParams& p) {
       const int heads = static_cast<int>(p.heads_k), tile = packed / 2;
       return {tile / heads, tile % heads, packed % 2 == 1};
     }
@@ -98,7 +98,7 @@ struct PackedForward : Forward<T, kHeadDim, kHeadDim, TileOfRow, PackedPolicies>
       publish_work(this->shared, Work{}, &this->work_parity);
     }
     __device__ void load_tile(const decode::Plan& plan, const Work& work, const KeyRun& keys) {
-      const Place place = Place::of(work.h, this->p);
+      const PublishedTile place = PublishedTile::of(work.h, this->p);
       const auto load = [&](auto& to, ptx::Barrier& full, const CUtensorMap& map, int n) {
         load_panels(to, full, map, static_cast<int>(keys.row) + n * kKeys, place.hk, static_cast<int>(keys.entry));
       };
@@ -106,7 +106,7 @@ struct PackedForward : Forward<T, kHeadDim, kHeadDim, TileOfRow, PackedPolicies>
       this->load_steps(work, load_q, load, load);
     }
     __device__ void load_queries(Element (&to)[kPanels][kQueries][kPanelColumns], ptx::Barrier& full,
-                                 const decode::Plan& plan, const Work& work, const Place& place) {
+                                 const decode::Plan& plan, const Work& work, const PublishedTile& place) {
       const int head_blocks = blocks_of(work.length_q), first = place.row_tile * kTileBlocks;
       const int blocks = min(kTileBlocks, plan.group * head_blocks - first), batch = this->p.is_varlen() ? 0 : work.b;
       ptx::barrier_arrive_expect(&full, blocks * kPanels * kBlockRows * kPanelColumns * sizeof(Element));
@@ -138,7 +138,7 @@ struct PackedForward : Forward<T, kHeadDim, kHeadDim, TileOfRow, PackedPolicies>
     const int heads = static_cast<int>(p.heads_k);
     for (int i = static_cast<int>(blockIdx.x); i < tiles.tiles; i = take(i)) {
       const int task = i / plan.row_tiles / plan.splits, b = task / heads, part = i / plan.row_tiles % plan.splits;
-      Place place{i % plan.row_tiles, task % heads, part == 0};
+      PublishedTile place{i % plan.row_tiles, task % heads, part == 0};
       const Sequence queries = query_sequence(p, b);
       const KeyLocator keys(call, b);
       Work work{b};
@@ -171,7 +171,7 @@ struct PackedForward : Forward<T, kHeadDim, kHeadDim, TileOfRow, PackedPolicies>
     for (;;) {
       PackedWork work{receive_work(shared, &this->work_parity)};
       if (!work.exists()) return;
-      const Place place = Place::of(work.h, p);
+      const PublishedTile place = PublishedTile::of(work.h, p);
       const int slot = ~work.row0;
       const int block = place.row_tile * kTileBlocks + warp_row / kBlockRows, head_blocks = blocks_of(work.length_q);
       const int member = block / head_blocks;  // member of the group

@@ -141,7 +141,7 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
             load_panels(to, full, map, key_start + n * kKeys, hk, batch);
           },
           [&](auto& to, ptx::Barrier& full, const auto& map, int n) {
-            const TilePlace at = Operands::values_at(p, batch, work.b, hk, key_start, n);
+            const TileOrigin at = Operands::values_at(p, batch, work.b, hk, key_start, n);
             load_panels(to, full, map, at.row, at.head, at.batch);
           });
     }

@@ -15,10 +15,10 @@ namespace flashattn_ext::sm90 {
 // The description of a partial block for the inspecting warps, in a ring with as many slots as there are stages of
 // values.
 struct PartialValues {
-  int stage;        // of the values; negative: there are no more
+  int stage;        // stage of the values; negative: there are no more
   int n, row0;      // the key tile; of the query tile: Work
   int bits;         // MaskBlock::bits
-  int work_parity;  // of the query tile, an index into Shared::poisoned
+  int work_parity;  // parity of the query tile, an index into Shared::poisoned
 };
 
 // What a lane sees of a tile of kKeys keys: rows g and g + 8 of its warp.

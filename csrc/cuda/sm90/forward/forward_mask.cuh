@@ -319,7 +319,7 @@ __device__ __forceinline__ void inspect_values(Shared& shared, int warp, const E
   }
 }
 
-// The same with a Mask.
+// inspect_values with a Mask: rows see a key by its interval.
 template <class Operands, int kStages, int kQueries, class Shared>
 __device__ __forceinline__ void inspect_masked_values(Shared& shared, const AttnParams& p, int warp) {
   inspect_values<Operands, kValueInspectors, kStages>(

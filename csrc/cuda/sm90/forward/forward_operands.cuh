@@ -70,7 +70,7 @@ __device__ __forceinline__ void largest_scores(float (&largest)[2], const float 
   for (int r = 0; r < 2; ++r) largest[r] = __int_as_float(found[r]);
 }
 
-struct TilePlace {
+struct TileOrigin {
   int row, head, batch;
 };
 
@@ -96,8 +96,8 @@ struct ForwardOperands {
   }
   static CUtensorMap key_map(const AttnParams& p) { return flashattn_ext::key_map(p, p.k, p.head_dim, kKeys); }
   static CUtensorMap value_map(const AttnParams& p) { return flashattn_ext::key_map(p, p.v, p.head_dim_v, kKeys); }
-  static __device__ __forceinline__ TilePlace values_at(const AttnParams&, int entry, int, int hk, int key_start,
-                                                        int n) {
+  static __device__ __forceinline__ TileOrigin values_at(const AttnParams&, int entry, int, int hk, int key_start,
+                                                         int n) {
     return {key_start + n * kKeys, hk, entry};
   }
 
@@ -168,8 +168,8 @@ struct ForwardOperands<Float8, kHeadDim, kHeadDimV, TileOfRow, kTransposes> {
     if (kTransposes) return pair_map(p, p.v, p.head_dim_v, key_rows(p), p.heads_k, batch_entries(p), kKeys);
     return pair_map(p, transposed_view(p), kKeys, p.head_dim_v, transposed_tiles(p), transposed_heads(p), kHeadDimV);
   }
-  static __device__ __forceinline__ TilePlace values_at(const AttnParams& p, int entry, int b, int hk, int key_start,
-                                                        int n) {
+  static __device__ __forceinline__ TileOrigin values_at(const AttnParams& p, int entry, int b, int hk, int key_start,
+                                                         int n) {
     if (kTransposes) return {key_start + n * kKeys, hk, entry};
     const TransposedTile tile = transposed_tile(p, b, hk, key_start);
     return {0, tile.first + n, tile.head};

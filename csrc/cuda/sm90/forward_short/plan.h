@@ -12,8 +12,8 @@
 
 namespace flashattn_ext::sm90 {
 
-constexpr int kShortRows = 64;     // of a unit: queries of one query head, as many as a warpgroup multiplies
-constexpr int kMostBoxRows = 256;  // of a TMA copy, which loads all keys
+constexpr int kShortRows = 64;     // rows of a unit: queries of one query head, as many as a warpgroup multiplies
+constexpr int kMostBoxRows = 256;  // rows of a TMA copy, which loads all keys
 
 // A thread block has one warpgroup, which computes its units, of kShortRows each, one after another.
 struct ShortForwardPlan : UnitPlan {
@@ -39,7 +39,7 @@ struct ShortForwardPlan : UnitPlan {
   // columns: the class of head dims, of 16-bit elements. Barriers take the last bytes.
   int64_t shared_bytes(int columns) const { return int64_t{2 * keys + kShortRows} * columns * 2 + kBarrierBytes; }
 
-  static constexpr int kLeastKeys = 32;  // of a step
+  static constexpr int kLeastKeys = 32;  // keys of a step
   static constexpr int kBarrierBytes = 32;
 };
 

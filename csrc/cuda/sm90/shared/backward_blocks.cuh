@@ -37,8 +37,8 @@ struct Inspection {
 // What Shared has for the policy.
 template <int kStages, int kSteps>
 struct ListedSteps {
-  ListedStep steps[kStages];  // of each stage of queries
-  ListedStep added[kSteps];   // of the last steps of the thread block, for the warp that adds dq
+  ListedStep steps[kStages];  // the step of each stage of queries
+  ListedStep added[kSteps];   // the last steps of the thread block, for the warp that adds dq
   Inspection inspections[kStages];
   ptx::Barrier arrived[kStages], inspected[kStages];
 };
@@ -58,7 +58,7 @@ template <int kStages>
 struct ListedLoads {
   RingPosition<kStages> inspections;
   bool inspects = false;  // whether the keys of the tile are inspected
-  int step = 0;           // of this thread block
+  int step = 0;           // steps of this thread block so far
 };
 
 template <class Kernel>

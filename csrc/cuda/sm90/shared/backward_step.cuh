@@ -46,7 +46,7 @@ struct BackwardStep {
   const AttnGradParams& p;
   const Workspace& workspace;
   Shared& shared;
-  const int stage;  // of the queries
+  const int stage;  // the ring's stage of the queries
   // Whether rows of the stage have marks. A warpgroup reads it while products run: a later read would be waited for.
   const int has_marks;
   const int group, warp_key;  // the warpgroup; the first of this warp's 16 keys, within the tile
@@ -55,7 +55,9 @@ struct BackwardStep {
   __device__ __forceinline__ const auto& delta() const { return shared.delta[stage]; }
   // Whether the step needs more than the arithmetic of ordinary steps. Masks and marks share one branch, so that the
   // latter cost ordinary steps nothing.
-  __device__ __forceinline__ bool is_rare(bool masked) const { return (static_cast<int>(masked) | has_marks) != 0; }
+  __device__ __forceinline__ bool is_masked_or_marked(bool masked) const {
+    return (static_cast<int>(masked) | has_marks) != 0;
+  }
   // Subtracts the words of marked rows, which few steps have, from products. b, h and row are those of the first query,
   // and query is its place in the step.
   template <class Score, int N>

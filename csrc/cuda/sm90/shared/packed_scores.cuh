@@ -28,20 +28,22 @@ struct PackedScores {
   }
 
   // Products become weights, without dropout. lse: of all queries. row0: the first query; key: the first of the tile.
-  // rare: whether the scores are masked, or rows have marks (large_rows.cuh). Then it calls prepare(), which may change
-  // the products, and returns the mask.
+  // masked_or_marked: whether the scores are masked, or rows have marks (large_rows.cuh). Then it calls prepare(),
+  // which may change the products, and returns the mask.
   template <class Score, class Prepare>
   static __device__ __forceinline__ void weigh(Packed& weights, const Scores& products, const Score& score,
-                                               const float (&lse)[kQueries], bool rare, const Prepare& prepare,
-                                               int row0, int key) {
-    weigh_seen(weights, products, score, lse, rare, [&] { return SeenBy<1>(prepare(), row0 + 2 * t(), key + g()); });
+                                               const float (&lse)[kQueries], bool masked_or_marked,
+                                               const Prepare& prepare, int row0, int key) {
+    weigh_seen(weights, products, score, lse, masked_or_marked,
+               [&] { return SeenBy<1>(prepare(), row0 + 2 * t(), key + g()); });
   }
-  // The same with see(), which may change the products, and returns which queries see the lane's keys: SeenBy, or
-  // SeenQueries (block_mask.cuh).
+  // weigh with see() instead of prepare(): it may change the products, and returns which queries see the lane's keys:
+  // SeenBy, or SeenQueries (block_mask.cuh).
   template <class Score, class See>
   static __device__ __forceinline__ void weigh_seen(Packed& weights, const Scores& products, const Score& score,
-                                                    const float (&lse)[kQueries], bool rare, const See& see) {
-    if (!rare) return weigh_part<false>(weights, products, score, lse, SeenBy<1>{});
+                                                    const float (&lse)[kQueries], bool masked_or_marked,
+                                                    const See& see) {
+    if (!masked_or_marked) return weigh_part<false>(weights, products, score, lse, SeenBy<1>{});
     weigh_part<true>(weights, products, score, lse, see());
   }
 
@@ -86,13 +88,13 @@ struct PackedScores {
     }
   }
 
-  // dP becomes dS. delta: of all queries. rare: as in weigh; then it calls prepare(), which may change dP.
+  // dP becomes dS. delta: of all queries. masked_or_marked: as in weigh; then it calls prepare(), which may change dP.
   template <class Score, class Prepare>
   static __device__ __forceinline__ void differentiate(Scores& dscores, const Packed& weights, const Score& score,
-                                                       const float (&delta)[kQueries], bool rare,
+                                                       const float (&delta)[kQueries], bool masked_or_marked,
                                                        const Prepare& prepare) {
     static_assert(Score::kConstantSlope, "stored scores have to be kept for the slope");
-    if (!rare) return differentiate_part<false>(dscores, weights, score, delta);
+    if (!masked_or_marked) return differentiate_part<false>(dscores, weights, score, delta);
     prepare();
     differentiate_part<true>(dscores, weights, score, delta);
   }
@@ -208,14 +210,14 @@ struct PlainGradients : UnbiasedGradients<Packing> {
       step.subtract_words(scores, step.workspace.score, work.b, now.h, row0);
       return visible(step.p, work, now.h);
     };
-    Packing::weigh(weights, scores, step.workspace.score, step.lse(), step.is_rare(masked), prepare, row0,
+    Packing::weigh(weights, scores, step.workspace.score, step.lse(), step.is_masked_or_marked(masked), prepare, row0,
                    work.key0 + step.warp_key);
   }
   template <class Step, class Work, class Walk>
   __device__ __forceinline__ void differentiate(typename Packing::Scores& dscores,
                                                 const typename Packing::Packed& weights, const Step& step, const Work&,
                                                 const Walk&, bool masked) {
-    Packing::differentiate(dscores, weights, step.workspace.score, step.delta(), step.is_rare(masked),
+    Packing::differentiate(dscores, weights, step.workspace.score, step.delta(), step.is_masked_or_marked(masked),
                            [&] { step.clear_rows(dscores); });
   }
 };
