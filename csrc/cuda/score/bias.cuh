@@ -65,7 +65,7 @@ struct TileBias : DistanceBias<kTransposed, kRowTiles, kColumnTiles> {
         if (vectors) {
 #pragma unroll
           for (int n = 0; n < kColumnTiles; n += 4) {
-            const uint4 x = *reinterpret_cast<const uint4*>(row + 6 * t() + 8 * n);
+            const uint4 x = *reinterpret_cast<const uint4*>(row + 6 * lane_in_quad() + 8 * n);
             ahead[i][r][n] = x.x, ahead[i][r][n + 1] = x.y, ahead[i][r][n + 2] = x.z, ahead[i][r][n + 3] = x.w;
           }
         } else {

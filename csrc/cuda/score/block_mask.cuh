@@ -153,7 +153,7 @@ __device__ __forceinline__ void hide_row_by_bits(float (&x)[kKeys / 8][4], int r
                                                  bool exist, float hidden) {
 #pragma unroll
   for (int n = 0; n < kKeys / 8; ++n) {
-    const uint32_t pair = (exist ? seen.words[n / 4] : 0) >> (2 * t());
+    const uint32_t pair = (exist ? seen.words[n / 4] : 0) >> (2 * lane_in_quad());
     if (!(pair & (1u << n % 4 * 8))) x[n][2 * r] = hidden;
     if (!(pair & (2u << n % 4 * 8))) x[n][2 * r + 1] = hidden;
   }
@@ -206,8 +206,8 @@ struct SeenQueries {
     for (int n = 0; n < N; ++n) {
 #pragma unroll
       for (int odd = 0; odd < 2; ++odd) {
-        const RowBits<32> of_row = block.of_row<32>(row + 8 * n + 2 * t() + odd, key / 32 * 32);
-        const uint32_t keys = of_row.words[0] >> (key % 32 + g());
+        const RowBits<32> of_row = block.of_row<32>(row + 8 * n + 2 * lane_in_quad() + odd, key / 32 * 32);
+        const uint32_t keys = of_row.words[0] >> (key % 32 + quad());
 #pragma unroll
         for (int i = 0; i < kKeyTiles; ++i) {
 #pragma unroll

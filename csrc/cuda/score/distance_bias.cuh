@@ -20,8 +20,8 @@ struct ScorePositions {
   // row0, key0: of the first score of the warp's tile. Mask: Mask32 or UnplacedMask32.
   template <class Mask>
   __device__ __forceinline__ ScorePositions(const Mask& mask, int row0, int key0) {
-    row = row0 + (kTransposed ? 2 * t() : g());
-    key = key0 + (kTransposed ? g() : 2 * t());
+    row = row0 + (kTransposed ? 2 * lane_in_quad() : quad());
+    key = key0 + (kTransposed ? quad() : 2 * lane_in_quad());
     tile_distance = key0 - row0 - mask.first_position();
     distance = tile_distance + (key - key0) - (row - row0);
   }
@@ -214,7 +214,7 @@ struct DistanceBias {
       const float rise = before ? head.slope : -head.slope;
       // The caller takes the maximum of a row over lanes, so the term left to it must be the same in all lanes of the
       // row: it excludes the lane's first key.
-      const float key_of_lane = kLeavesRows ? static_cast<float>(2 * t()) : 0.f;
+      const float key_of_lane = kLeavesRows ? static_cast<float>(2 * lane_in_quad()) : 0.f;
       const float first_of_row = rise * (first - key_of_lane), own_keys = rise * key_of_lane;
       each_element<kRowTiles, kColumnTiles>([&](int i, int n, int e) {
         const float key = static_cast<float>(place.keys_on(i, n, e));

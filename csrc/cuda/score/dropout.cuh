@@ -55,7 +55,8 @@ struct Dropout {
       for (int odd = 0; odd < 2; ++odd) {
         const PhiloxWords words =
             philox(key, batch, column_call(origin, column) + step / 4,
-                   head_lanes(origin, head) + static_cast<uint32_t>(g() * 8 + 2 * t() + odd), row_call(origin, row));
+                   head_lanes(origin, head) + static_cast<uint32_t>(quad() * 8 + 2 * lane_in_quad() + odd),
+                   row_call(origin, row));
 #pragma unroll
         for (int i = 0; i < 4; ++i) signs[step + i][odd] = kept(words.word[i]);
       }
@@ -91,8 +92,8 @@ struct Dropout {
     constexpr int kBlocks = kSteps * Core::kK / 16;  // blocks of 16 keys
 #pragma unroll
     for (int first = 0; first < kBlocks; first += 4) {
-      const PhiloxWords even = words(origin, head, row, column + first * 16, g(), 2 * t());
-      const PhiloxWords odd = words(origin, head, row, column + first * 16, g(), 2 * t() + 1);
+      const PhiloxWords even = words(origin, head, row, column + first * 16, quad(), 2 * lane_in_quad());
+      const PhiloxWords odd = words(origin, head, row, column + first * 16, quad(), 2 * lane_in_quad() + 1);
 #pragma unroll
       for (int block = first; block < (first + 4 < kBlocks ? first + 4 : kBlocks); ++block) {
         // Fewer than 64 columns are the first or the second half of the four words.
@@ -108,8 +109,8 @@ struct Dropout {
   // w keeps element e of query tile n when bit 7 + 8 * (n + 2 * (e / 2)) of the result is set after shifting it to the
   // left by w, and for odd queries (e % 2) by another 4.
   __device__ __forceinline__ uint32_t transposed_warps(const Origin& origin, int64_t head, int key, int query) const {
-    const PhiloxWords even = words(origin, head, query, key, 2 * t(), g()),
-                      odd = words(origin, head, query, key, 2 * t() + 1, g());
+    const PhiloxWords even = words(origin, head, query, key, 2 * lane_in_quad(), quad()),
+                      odd = words(origin, head, query, key, 2 * lane_in_quad() + 1, quad());
     uint32_t bits = 0;
 #pragma unroll
     for (int warp = 0; warp < 4; ++warp) {
@@ -142,8 +143,8 @@ struct Dropout {
 #pragma unroll
     for (int i = 0; i < kTiles; ++i) {
       if (i == 0 || kTiles == 3) {
-        even = words(origin, head, query, key + 16 * i, 2 * t(), g());
-        odd = words(origin, head, query, key + 16 * i, 2 * t() + 1, g());
+        even = words(origin, head, query, key + 16 * i, 2 * lane_in_quad(), quad());
+        odd = words(origin, head, query, key + 16 * i, 2 * lane_in_quad() + 1, quad());
       }
       const int block = (key / 16 + i) % 4;
       column.even[i] = kept(select(even, block));

@@ -76,7 +76,7 @@ __device__ __forceinline__ void clear_rows_of_one_weight(float (&dp)[kKeyTiles][
   for (int n = 0; n < N; ++n) {
 #pragma unroll
     for (int odd = 0; odd < 2; ++odd) {
-      if (!is_mark_of_one_weight(lse[8 * n + 2 * t() + odd])) continue;
+      if (!is_mark_of_one_weight(lse[8 * n + 2 * lane_in_quad() + odd])) continue;
 #pragma unroll
       for (int i = 0; i < kKeyTiles; ++i) dp[i][n][odd] = dp[i][n][2 + odd] = 0;
     }
@@ -126,7 +126,7 @@ __device__ __forceinline__ void subtract_words(float (&x)[kKeyTiles][N][4], cons
   for (int n = 0; n < N; ++n) {
 #pragma unroll
     for (int odd = 0; odd < 2; ++odd) {
-      const int row = 8 * n + 2 * t() + odd;
+      const int row = 8 * n + 2 * lane_in_quad() + odd;
       if (!is_mark(lse[row])) continue;
       const SubtractedWords<kTopAlone> words(score, inverse, words_of(row));
 #pragma unroll

@@ -84,7 +84,7 @@ struct CentreSums {
   // Writes the centres of row r (g for 0, g + 8 for 1). total: the sum of the row's weights, 0 if it is fully masked;
   // to: the row's centres in memory; exists: whether the row is within the sequence.
   __device__ __forceinline__ void write(float* to, int r, float total, bool exists) const {
-    ptx::store_if(exists && t() < kCentres, to + t(), total == 0 ? 0.f : sums[r] / total);
+    ptx::store_if(exists && lane_in_quad() < kCentres, to + lane_in_quad(), total == 0 ? 0.f : sums[r] / total);
   }
 };
 

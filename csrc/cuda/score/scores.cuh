@@ -137,7 +137,7 @@ struct OnlineSoftmax {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       max[r] = sinks[r];
-      sum[r] = t() == 0 && sink_counts(sinks[r]) ? 1.f : 0.f;
+      sum[r] = lane_in_quad() == 0 && sink_counts(sinks[r]) ? 1.f : 0.f;
     }
   }
 
@@ -191,7 +191,7 @@ struct OnlineSoftmax {
       const float offset = finite_max(max[r]);
       shrink[r] = ptx::ex2(before - offset);
       sum[r] *= shrink[r];
-      if (t() == 0 && sink_counts(sink)) sum[r] += weight * ptx::ex2(sink - offset);
+      if (lane_in_quad() == 0 && sink_counts(sink)) sum[r] += weight * ptx::ex2(sink - offset);
     }
   }
 
@@ -200,16 +200,16 @@ struct OnlineSoftmax {
   // Writes lse, its words where they are wanted and, if the call has row_maxima, the largest logit of row r, to row
   // `at` of the tensors. All lanes of the row call it.
   __device__ __forceinline__ void write(const AttnParams& p, int b, int h, int64_t at, int r, float total) const {
-    if (t() == 0) write_lse(p, b, h, at, max[r], total);
+    if (lane_in_quad() == 0) write_lse(p, b, h, at, max[r], total);
     if constexpr (kTellsLargest) {
-      if (t() == r && p.row_maxima.data) write_largest(p, b, h, at, largest_logit);
+      if (lane_in_quad() == r && p.row_maxima.data) write_largest(p, b, h, at, largest_logit);
     }
   }
   // Writes both rows at once, of which row g is row `at`. exist: whether they are within the sequence.
   __device__ __forceinline__ void write(const AttnParams& p, int b, int h, int64_t at, const float (&totals)[2],
                                         const bool (&exist)[2]) const {
-    const bool second = t() % 2;
-    if (t() > 1 || !(second ? exist[1] : exist[0])) return;
+    const bool second = lane_in_quad() % 2;
+    if (lane_in_quad() > 1 || !(second ? exist[1] : exist[0])) return;
     at += second ? 8 : 0;
     write_lse(p, b, h, at, second ? max[1] : max[0], second ? totals[1] : totals[0]);
     if constexpr (kTellsLargest) {

@@ -38,7 +38,8 @@ __global__ void __launch_bounds__(Layout::kThreads)
           if (m * Layout::kQueries + Layout::query_row() + i * 16 < queries.length) {
             ptx::load_fragment(x, Layout::dq_fragment(workspace, index, split, i, c));
           }
-          T* to = tile + (Layout::query_row() + i * 16 + g()) * kStride + Layout::query_column(split) + c * 8 + 2 * t();
+          T* to = tile + (Layout::query_row() + i * 16 + quad()) * kStride + Layout::query_column(split) + c * 8 +
+                  2 * lane_in_quad();
           TensorCore<T>::store_pair(to, x[0] * workspace.gradient_scale, x[1] * workspace.gradient_scale);
           TensorCore<T>::store_pair(to + 8 * kStride, x[2] * workspace.gradient_scale, x[3] * workspace.gradient_scale);
         }

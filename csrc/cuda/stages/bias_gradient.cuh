@@ -172,14 +172,14 @@ struct TileBiasGradient {
       part[m] = 0;
 #pragma unroll
       for (int odd = 0; odd < 2; ++odd) {
-        const int query = 2 * t() + odd;
-        const float own = g() >= query ? in_band(gradients, first - m, odd) : in_band(gradients, first - m + 1, odd);
-        part[m] += __shfl_sync(~0u, own, (g() + query) % 8 * 4 + t());
+        const int query = 2 * lane_in_quad() + odd;
+        const float own = quad() >= query ? in_band(gradients, first - m, odd) : in_band(gradients, first - m + 1, odd);
+        part[m] += __shfl_sync(~0u, own, (quad() + query) % 8 * 4 + lane_in_quad());
       }
     }
     const float sum = quad_sum_of_own(part);
     const int64_t at = h * (2 * bias.head.reach + 1) + bias.head.reach +
-                       bias.entry(bias.place.tile_distance + 8 * (first - t()) + g());
+                       bias.entry(bias.place.tile_distance + 8 * (first - lane_in_quad()) + quad());
     ptx::add_if(sum != 0, static_cast<float*>(p.drelative_bias) + at, sum * workspace.keep_scale);
   }
 
@@ -199,16 +199,16 @@ struct TileBiasGradient {
     float sum = 0;
 #pragma unroll
     for (int odd = 0; odd < 2; ++odd) {
-      const int query = 2 * t() + odd;
-      const float own = g() >= query ? ended[odd] : last[odd];
+      const int query = 2 * lane_in_quad() + odd;
+      const float own = quad() >= query ? ended[odd] : last[odd];
       // This lane sums up diagonal g: of the lanes with the same t, the one in row g + query has a part of it.
-      sum += __shfl_sync(~0u, own, (g() + query) % 8 * 4 + t());
+      sum += __shfl_sync(~0u, own, (quad() + query) % 8 * 4 + lane_in_quad());
       last[odd] = ended[odd];
     }
     sum = quad_sum(sum);
-    const int entry = bias.entry(bias.place.tile_distance + 8 * band + g());
+    const int entry = bias.entry(bias.place.tile_distance + 8 * band + quad());
     const int64_t at = h * (2 * bias.head.reach + 1) + bias.head.reach + entry;
-    bool adds = t() == 0 && sum != 0;
+    bool adds = lane_in_quad() == 0 && sum != 0;
     if (kRelative == RelativeGradient::kInAnyOrderOrExact && workspace.relative_sums) {
       // A sum that is not finite is the same in every order.
       const bool exactly = adds && fabsf(sum) < infinity();
@@ -271,7 +271,7 @@ __device__ __forceinline__ void end_head(BiasSums<kKeyTiles, kHasElements>& sums
 #pragma unroll
     for (int i = 0; i < 2 * kKeyTiles; ++i) {
       const float sum = quad_sum(sums.keys[i / 2][i % 2]);
-      ptx::add_if(t() == 0 && key + 8 * i < length_k, to + 8 * i, sum * workspace.keep_scale);
+      ptx::add_if(lane_in_quad() == 0 && key + 8 * i < length_k, to + 8 * i, sum * workspace.keep_scale);
     }
   }
   sums = {};

@@ -98,7 +98,7 @@ struct PlainSecond {
 #pragma unroll
     for (int n = 0; n < N; ++n) {
       if (n % 2 == 0) dropping.draw(n);
-      const RowPair rows(statistics, step.query + n * 8 + 2 * t());
+      const RowPair rows(statistics, step.query + n * 8 + 2 * lane_in_quad());
       each_element<kKeyTiles, 1>([&](int i, int, int e) {
         const bool odd = e % 2, keeps = dropping.keeps(i, n, e);
         const float weight = weight_of(score, x[i][n][e], odd ? rows.lse.y : rows.lse.x);

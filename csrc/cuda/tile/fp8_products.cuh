@@ -22,15 +22,15 @@ namespace flashattn_ext {
 // has. Infinities and NaN stay.
 template <int kHeadDim>
 __device__ __forceinline__ float prepare_query(__half* row) {
-  constexpr int kQuads = kHeadDim / 4, kOfLane = (kQuads + 31) / 32;
+  constexpr int kVectors = kHeadDim / 4, kOfLane = (kVectors + 31) / 32;
   const int lane = threadIdx.x % 32;
-  uint2 quads[kOfLane];
+  uint2 vectors[kOfLane];
   uint32_t largest = 0;  // as bits of a bfloat16
 #pragma unroll
   for (int i = 0; i < kOfLane; ++i) {
-    const int quad = lane + 32 * i;
-    quads[i] = kQuads % 32 == 0 || quad < kQuads ? reinterpret_cast<const uint2*>(row)[quad] : uint2{};
-    const uint32_t low = quads[i].x & 0x7FFF7FFFu, high = quads[i].y & 0x7FFF7FFFu;
+    const int vector = lane + 32 * i;
+    vectors[i] = kVectors % 32 == 0 || vector < kVectors ? reinterpret_cast<const uint2*>(row)[vector] : uint2{};
+    const uint32_t low = vectors[i].x & 0x7FFF7FFFu, high = vectors[i].y & 0x7FFF7FFFu;
     largest = max(largest, max(max(low >> 16, low & 0xFFFFu), max(high >> 16, high & 0xFFFFu)));
   }
   constexpr uint32_t kBias = 127, kTop = 14;
@@ -40,11 +40,12 @@ __device__ __forceinline__ float prepare_query(__half* row) {
   __syncwarp();  // a lane overwrites columns that other lanes have read; the reduction orders no memory accesses
 #pragma unroll
   for (int i = 0; i < kOfLane; ++i) {
-    const int quad = lane + 32 * i;
-    if (kQuads % 32 != 0 && quad >= kQuads) continue;
-    const float2 x = TensorCore<__nv_bfloat16>::unpack(quads[i].x), y = TensorCore<__nv_bfloat16>::unpack(quads[i].y);
+    const int vector = lane + 32 * i;
+    if (kVectors % 32 != 0 && vector >= kVectors) continue;
+    const float2 x = TensorCore<__nv_bfloat16>::unpack(vectors[i].x),
+                 y = TensorCore<__nv_bfloat16>::unpack(vectors[i].y);
     constexpr bool kNeighbours = AnyPairs::kNeighbours;
-    __half* const to = row + quad / 4 * 16 + quad % 4 * 2;
+    __half* const to = row + vector / 4 * 16 + vector % 4 * 2;
     TensorCore<__half>::store_pair(to, x.x * power, (kNeighbours ? x.y : y.x) * power);
     TensorCore<__half>::store_pair(to + 8, (kNeighbours ? y.x : x.y) * power, y.y * power);
   }

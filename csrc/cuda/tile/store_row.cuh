@@ -95,7 +95,7 @@ __device__ __forceinline__ void store_row_fp32(float* to, const float (&x)[N][4]
   const bool aligned = reinterpret_cast<uintptr_t>(to) % sizeof(float2) == 0;
 #pragma unroll
   for (int n = 0; n < N; ++n) {
-    const int column = n * 8 + 2 * t();
+    const int column = n * 8 + 2 * lane_in_quad();
     const float2 pair = zero ? float2{} : make_float2(x[n][2 * r] * factor, x[n][2 * r + 1] * factor);
     if (exists && aligned && column + 1 < columns) {
       *reinterpret_cast<float2*>(to + column) = pair;

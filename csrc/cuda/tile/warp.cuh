@@ -17,10 +17,11 @@
 
 namespace flashattn_ext {
 
-// A lane's number, and its place: of a 16x8 tile it holds rows g and g + 8 and columns 2t and 2t + 1.
+// A lane's number, its quad, which comments call g, and its number there, t. Of a 16x8 tile it holds rows g and g + 8
+// and columns 2t and 2t + 1. The PTX ISA names them groupID and threadID_in_group.
 __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
-__device__ __forceinline__ int g() { return threadIdx.x % 32 / 4; }
-__device__ __forceinline__ int t() { return threadIdx.x % 4; }
+__device__ __forceinline__ int quad() { return threadIdx.x % 32 / 4; }
+__device__ __forceinline__ int lane_in_quad() { return threadIdx.x % 4; }
 
 // The value of lane 0, in all lanes: the compiler then knows that it is warp-uniform.
 template <class X>
@@ -205,12 +206,12 @@ struct TensorCore<float> {
     return {{__uint_as_float(r[0]), __uint_as_float(r[1]), __uint_as_float(r[2]), __uint_as_float(r[3])}};
   }
   static __device__ __forceinline__ A load_a_paired(const float* tile, int stride, int row, int k0) {
-    const float* at = tile + (row + g()) * stride + k0 + 2 * t();
+    const float* at = tile + (row + quad()) * stride + k0 + 2 * lane_in_quad();
     const float2 low = *reinterpret_cast<const float2*>(at), high = *reinterpret_cast<const float2*>(at + 8 * stride);
     return {{low.x, high.x, low.y, high.y}};
   }
   static __device__ __forceinline__ A load_a_transposed(const float* tile, int stride, int k0, int row) {
-    const float* even = tile + (k0 + 2 * t()) * stride + row + g();
+    const float* even = tile + (k0 + 2 * lane_in_quad()) * stride + row + quad();
     return {{even[0], even[8], even[stride], even[stride + 8]}};
   }
   template <int N>

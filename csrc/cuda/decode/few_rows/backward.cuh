@@ -198,7 +198,7 @@ struct FewRowsBackward {
     const bool is_partial = key < whole.begin || key + kKeys > whole.end;
 #pragma unroll
     for (int n = 0; n < kScoreTiles; ++n) {
-      const int row = n * 8 + 2 * t();
+      const int row = n * 8 + 2 * lane_in_quad();
       const float2 lse = *reinterpret_cast<const float2*>(shared.lse + row);
       const float2 delta = *reinterpret_cast<const float2*>(shared.delta + row);
 #pragma unroll
@@ -207,7 +207,7 @@ struct FewRowsBackward {
         x[0][n][e] = weight;
         dx[0][n][e] = weight * (dx[0][n][e] - (e % 2 ? delta.y : delta.x));
       }
-      if (is_partial) hide(x[0][n], dx[0][n], row, key + g());
+      if (is_partial) hide(x[0][n], dx[0][n], row, key + quad());
     }
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
@@ -248,7 +248,7 @@ struct FewRowsBackward {
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int row = key + g() + 8 * r;
+      const int row = key + quad() + 8 * r;
       store_row(row_pointer<T>(to, b, head_k, row), sum[0], r, factor, zero, row < p.seqlen_k,
                 static_cast<int>(columns));
     }
@@ -284,7 +284,7 @@ struct FewRowsBackward {
   }
   // x: the lane's accumulators of a 16 x 8 tile.
   __device__ __forceinline__ void store_tile(float* to, int tile_row, int tile_column, const float4& x) const {
-    const int row = tile_row + g(), column = tile_column + 2 * t();
+    const int row = tile_row + quad(), column = tile_column + 2 * lane_in_quad();
     if (row < plan.rows) *reinterpret_cast<float2*>(to + row * kHeadDim + column) = make_float2(x.x, x.y);
     if (row + 8 < plan.rows) *reinterpret_cast<float2*>(to + (row + 8) * kHeadDim + column) = make_float2(x.z, x.w);
   }

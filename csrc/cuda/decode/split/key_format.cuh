@@ -71,7 +71,7 @@ struct KeyFormat {
   static __device__ __forceinline__ void store_sums(float* to, const float (&x)[N][4], int r) {
 #pragma unroll
     for (int n = 0; n < N; ++n) {
-      *reinterpret_cast<float2*>(to + n * 8 + 2 * t()) = make_float2(x[n][2 * r], x[n][2 * r + 1]);
+      *reinterpret_cast<float2*>(to + n * 8 + 2 * lane_in_quad()) = make_float2(x[n][2 * r], x[n][2 * r + 1]);
     }
   }
   static __device__ __forceinline__ float value_factor(const DecodeParams&, int, int) { return 1.f; }
@@ -136,7 +136,7 @@ struct KeyFormat<Float8, kRowTiles> {
 #pragma unroll
     for (int n = 0; n < N; n += 2) {
       const float (&even)[4] = x[n], (&odd)[4] = x[n + 1];
-      *reinterpret_cast<float4*>(to + n * 8 + 4 * t()) =
+      *reinterpret_cast<float4*>(to + n * 8 + 4 * lane_in_quad()) =
           make_float4(even[2 * r], odd[2 * r], even[2 * r + 1], odd[2 * r + 1]);
     }
   }

@@ -16,9 +16,9 @@ __device__ __forceinline__ void Split<Key, kHeadDim, kTileRows>::store_sums() {
     const int row = lane_row() + 16 * i + 8 * r;
     const float sum = softmax[i].total(r);
     if ((kHeads == 1 ? row : row % kRows) >= rows) return;
-    if (t() == 0 && warp_column() == 0) row_sums[team() * kAllRows + row] = {softmax[i].max[r], sum};
+    if (lane_in_quad() == 0 && warp_column() == 0) row_sums[team() * kAllRows + row] = {softmax[i].max[r], sum};
     // The largest logit is stored after the columns of the row, in the padding.
-    if (t() == r && warp_column() == 0) own[row * kSumStride + kHeadDim] = softmax[i].largest_logit;
+    if (lane_in_quad() == r && warp_column() == 0) own[row * kSumStride + kHeadDim] = softmax[i].largest_logit;
     if constexpr (kHeads == 2) {
       auto& columns = reinterpret_cast<float (&)[2][kChunkTiles / 2][4]>(out[0][i]);
       Format::store_sums(own + row * kSumStride, columns[r], r);

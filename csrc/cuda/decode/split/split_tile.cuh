@@ -138,7 +138,7 @@ struct Split {
 
   // The first packed row of this warp and of this lane within the tile. The lane's other rows follow at steps of 8.
   __device__ __forceinline__ int warp_row() const { return member() / kColumnWarps * 16 * kRowTiles; }
-  __device__ __forceinline__ int lane_row() const { return warp_row() + g(); }
+  __device__ __forceinline__ int lane_row() const { return warp_row() + quad(); }
   // The first output column of this warp.
   __device__ __forceinline__ int warp_column() const { return member() % kColumnWarps * kWarpColumns; }
   // The KV head of a row of the tile, and the number of the row among the packed rows of that head.
@@ -432,7 +432,7 @@ struct Split {
 
   __device__ __forceinline__ void hide_unseen(float (&x)[kRowTiles][kScoreTiles][4], int row0) const {
     const auto query_of = [&](int i, int r) { return row(i, r).query; };
-    hide_keys_of<true, true>(x, mask(), query_of, row0 + 2 * t() - work().first_row);
+    hide_keys_of<true, true>(x, mask(), query_of, row0 + 2 * lane_in_quad() - work().first_row);
   }
 
   __device__ __forceinline__ void add_slopes(float (&x)[kRowTiles][kScoreTiles][4], int row0) const {
@@ -441,7 +441,7 @@ struct Split {
     add_slopes_of(x, [&](int i, int r) {
       const Row at = row(i, r);
       return SlopeOfRow{at.query < work().queries ? slopes[at.head] * kLog2E<float> : 0.f,
-                        row0 + 2 * t() - position - at.query};
+                        row0 + 2 * lane_in_quad() - position - at.query};
     });
   }
 
@@ -449,7 +449,7 @@ struct Split {
   __device__ __forceinline__ void hide_by_mask(float (&x)[kRowTiles][kScoreTiles][4], int row0) const {
     const int masked = static_cast<int>(p.mask_keys), start = work().first_row + work().length - masked;
     if (row0 + kKeys <= start) return;
-    hide_keys_by_interval_of(x, masked, row0 + 2 * t() - start, [&](int i, int r) {
+    hide_keys_by_interval_of(x, masked, row0 + 2 * lane_in_quad() - start, [&](int i, int r) {
       const Row at = row(i, r);
       const bool exists = at.query < work().queries;
       return IntervalsOfRow{at.query, exists,

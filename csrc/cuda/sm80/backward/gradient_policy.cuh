@@ -30,7 +30,7 @@ struct PlainGradients {
   template <bool kMasked, bool kWords, class Step, class Scores, class SeenBy, class Dropping>
   __device__ void weigh_and_differentiate(const Step& step, Scores& weights, Scores& dscores, const SeenBy& seen_by,
                                           Dropping& dropping) {
-    const int first = step.query + 2 * t();
+    const int first = step.query + 2 * lane_in_quad();
     subtract_words_of_marked<kWords>(step, weights, step.workspace.score);
     flashattn_ext::weigh_and_differentiate<kMasked, kWords>(weights, dscores, step.workspace.score, step.lse + first,
                                                             step.log2_sum + first, step.delta + first, seen_by,
@@ -76,7 +76,7 @@ struct GeneralGradients {
   template <bool kMasked, bool kWords, class Step, class Scores, class SeenBy, class Dropping>
   __device__ void weigh_and_differentiate(const Step& step, Scores& weights, Scores& dscores, const SeenBy& seen_by,
                                           Dropping& dropping) {
-    const int first = step.query + 2 * t();
+    const int first = step.query + 2 * lane_in_quad();
     const Bias bias(step.p, step.b, step.h, step.mask(), step.row0 + step.query, step.key);
     const TileCentres centres{reinterpret_cast<const RowCentres*>(step.more) + first};
     Gradient gradient{step.p, bias, step.workspace, centres, step.b, step.h, step.is_first_split, sums};

@@ -115,7 +115,7 @@ struct Jvp {
   // The rows of the query tile that exist.
   __device__ Limits tile_rows() const { return {row0, min(row0 + kQueries, length_q())}; }
   // The row of this lane's first score.
-  __device__ int score_row() const { return ptx::opaque(row0) + tile_row(0) + g(); }
+  __device__ int score_row() const { return ptx::opaque(row0) + tile_row(0) + quad(); }
   __device__ auto bias_place(int n) const {
     return BiasPlace{head()->b, head()->h, mask(), ptx::opaque(row0) + tile_row(0), n * kKeys};
   }
@@ -165,7 +165,7 @@ struct Jvp {
       set_zero(out[i]);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        rows.start(i, r, words_of(tile_row(i) + g() + 8 * r));
+        rows.start(i, r, words_of(tile_row(i) + quad() + 8 * r));
       }
     }
   }
@@ -250,9 +250,9 @@ struct Jvp {
   __device__ void compute_step(const Step& step, Scores& scores, Scores& tangents) {
     const auto place = [&] { return bias_place(step.n); };
     const auto& rule = Tangents::make_logits(p, score, scores, tangents, place);
-    if (step.masked) hide_keys<true, true>(scores, mask(), score_row(), step.n * kKeys + 2 * t());
+    if (step.masked) hide_keys<true, true>(scores, mask(), score_row(), step.n * kKeys + 2 * lane_in_quad());
     Visibility::hide(*this, step, scores);
-    rows.subtract_words(scores, rule, [&](int i, int r) { return words_of(tile_row(i) + g() + 8 * r); });
+    rows.subtract_words(scores, rule, [&](int i, int r) { return words_of(tile_row(i) + quad() + 8 * r); });
     if constexpr (kBiasesAlone) {
       Tangents::add_biases(p, tangents, place);
       rows.hide(scores, tangents);
@@ -305,9 +305,9 @@ struct Jvp {
     for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const int row = tile_row(i) + g() + 8 * r;
+        const int row = tile_row(i) + quad() + 8 * r;
         const RowTangent row_tangent = rows.finish(p, sink, i, r, words_of(row));
-        if (row < count && t() == 0) *row_statistic(p.tangents.lse, b, h, start + row) = row_tangent.lse;
+        if (row < count && lane_in_quad() == 0) *row_statistic(p.tangents.lse, b, h, start + row) = row_tangent.lse;
         const T* const primal = row_pointer<const T>(p.out, b, h, start + row);
         const auto tangent = [&](float sum, int column) {
           const float x = row < count && column < columns ? widen(primal[column]) : 0.f;
@@ -316,7 +316,7 @@ struct Jvp {
         // Every warp overwrites only its own rows of the q tile.
 #pragma unroll
         for (int n = 0; n < kOutTiles; ++n) {
-          const int column = n * 8 + 2 * t();
+          const int column = n * 8 + 2 * lane_in_quad();
           Core::store_pair(q_tile + RowTile::offset(row, column), tangent(out[i][n][2 * r], column),
                            tangent(out[i][n][2 * r + 1], column + 1));
         }

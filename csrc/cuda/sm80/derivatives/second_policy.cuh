@@ -49,7 +49,7 @@ struct GeneralSecond {
       dropping.draw(first);
 #pragma unroll
       for (int n = 0; n < kTogether; ++n) {
-        const int row = query + (first + n) * 8 + 2 * t();
+        const int row = query + (first + n) * 8 + 2 * lane_in_quad();
         const RowPair rows(statistics, row);
         const float2 log2_sum = RowPair::pair(statistics.log2_sum, row);
         each_element<kKeyTiles, 1>([&](int i, int, int e) {

@@ -280,7 +280,7 @@ struct Forward {
     return BiasPlace{head()->b, head()->h, mask(), ptx::opaque(row0) + tile_row(0), n * kKeys};
   }
   // The row of this lane's first score; recomputed as well.
-  __device__ int score_row() const { return ptx::opaque(row0) + tile_row(0) + g(); }
+  __device__ int score_row() const { return ptx::opaque(row0) + tile_row(0) + quad(); }
 
   // Scores of a step become weights, with dropout applied, and `out` is rescaled.
   template <class Begun>
@@ -288,7 +288,7 @@ struct Forward {
     constexpr bool kDropEarly = sizeof(T) == 4 || kHeadDim == 144;  // takes fewer registers there
     const auto place = [&] { return bias_place(step.n); };
     const auto& rule = scoring.make_logits(p, score, scores, place, begun);
-    if (step.masked) hide_keys<true, true>(scores, mask(), score_row(), step.n * kKeys + 2 * t());
+    if (step.masked) hide_keys<true, true>(scores, mask(), score_row(), step.n * kKeys + 2 * lane_in_quad());
     Visibility::hide(*this, step, scores);
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
@@ -338,7 +338,7 @@ struct Forward {
         const float sum = softmax[i].total(r);
         const bool empty = sum == 0;
         const float factor = scale / sum;
-        const int row = tile_row(i) + g() + 8 * r;
+        const int row = tile_row(i) + quad() + 8 * r;
         if (row < rows) softmax[i].write(p, b, h, start + row, r, sum);
         scoring.write_centres(p, b, h, start + row, i, r, sum, row < rows);
         if constexpr (Scoring::kIsFp8) {
@@ -348,7 +348,7 @@ struct Forward {
 #pragma unroll
           for (int n = 0; n < kOutTiles; ++n) {
             const float x = empty ? 0.f : out[i][n][2 * r] * factor, y = empty ? 0.f : out[i][n][2 * r + 1] * factor;
-            Core::store_pair(q_tile + RowTile::offset(row, n * 8 + 2 * t()), x, y);
+            Core::store_pair(q_tile + RowTile::offset(row, n * 8 + 2 * lane_in_quad()), x, y);
           }
         }
       }

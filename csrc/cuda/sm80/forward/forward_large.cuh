@@ -188,14 +188,15 @@ struct LargeForward {
   __device__ void weigh(Scores& scores, int n, bool masked) {
     store_scores(scores, score);
     if (masked) {
-      hide_keys<true, true>(scores, mask(), row0 + warp_row() + g(), n * kKeys + key_warp() * kWarpKeys + 2 * t());
+      hide_keys<true, true>(scores, mask(), row0 + warp_row() + quad(),
+                            n * kKeys + key_warp() * kWarpKeys + 2 * lane_in_quad());
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const float largest = OnlineSoftmax<>::largest(scores[i], r);
-        if (t() == 0) shared.parts[key_warp()][row(i, r)] = largest;
+        if (lane_in_quad() == 0) shared.parts[key_warp()][row(i, r)] = largest;
       }
     }
     __syncthreads();
@@ -209,9 +210,10 @@ struct LargeForward {
         for (int w = 1; w < kKeyWarps; ++w) largest[r] = fmaxf(largest[r], shared.parts[w][row(i, r)]);
       }
       softmax[i].weigh(scores[i], largest, score, tolerance, [&](const float (&shrink)[2]) {
-        if (key_warp() == 0 && t() < 2) shared.factors[row(i, t())] = t() ? shrink[1] : shrink[0];
+        if (key_warp() == 0 && lane_in_quad() < 2)
+          shared.factors[row(i, lane_in_quad())] = lane_in_quad() ? shrink[1] : shrink[0];
       });
-      T* const to = shared.weights + row(i, 0) * kWeightStride + key_warp() * kWarpKeys + 2 * t();
+      T* const to = shared.weights + row(i, 0) * kWeightStride + key_warp() * kWarpKeys + 2 * lane_in_quad();
 #pragma unroll
       for (int c = 0; c < kWarpKeys / 8; ++c) {
         Core::store_pair(to + c * 8, scores[i][c][0], scores[i][c][1]);
@@ -220,12 +222,12 @@ struct LargeForward {
     }
   }
   // Row g or g + 8 of row tile i of this warp's scores, within the query tile.
-  static __device__ int row(int i, int r) { return warp_row() + i * 16 + g() + 8 * r; }
+  static __device__ int row(int i, int r) { return warp_row() + i * 16 + quad() + 8 * r; }
 
   __device__ void rescale_rows() {
 #pragma unroll
     for (int i = 0; i < kQueries / 16; ++i) {
-      const float shrink[2] = {shared.factors[i * 16 + g()], shared.factors[i * 16 + g() + 8]};
+      const float shrink[2] = {shared.factors[i * 16 + quad()], shared.factors[i * 16 + quad() + 8]};
       rescale(out[i], shrink);
     }
   }
@@ -247,7 +249,7 @@ struct LargeForward {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const float sum = softmax[i].total(r);
-        if (t() == 0) shared.parts[key_warp()][row(i, r)] = sum;
+        if (lane_in_quad() == 0) shared.parts[key_warp()][row(i, r)] = sum;
       }
     }
     __syncthreads();
@@ -258,7 +260,7 @@ struct LargeForward {
         for (int r = 0; r < 2; ++r) {
           float sum = 0;
           for (int w = 0; w < kKeyWarps; ++w) sum += shared.parts[w][row(i, r)];
-          if (t() == 0) shared.factors[row(i, r)] = sum == 0 ? 0.f : 1 / sum;
+          if (lane_in_quad() == 0) shared.factors[row(i, r)] = sum == 0 ? 0.f : 1 / sum;
           if (row(i, r) < rows) softmax[i].write(p, b, h, row_in_memory + row(i, r), r, sum);
         }
       }
@@ -269,13 +271,13 @@ struct LargeForward {
     for (int i = 0; i < kQueries / 16; ++i) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const int row = i * 16 + g() + 8 * r;
+        const int row = i * 16 + quad() + 8 * r;
         const float factor = shared.factors[row];
 #pragma unroll
         for (int c = 0; c < kWarpColumns / 8; ++c) {
           const float x = factor == 0 ? 0.f : out[i][c][2 * r] * factor;
           const float y = factor == 0 ? 0.f : out[i][c][2 * r + 1] * factor;
-          Core::store_pair(shared.q + RowTile::offset(row, warp_column() + c * 8 + 2 * t()), x, y);
+          Core::store_pair(shared.q + RowTile::offset(row, warp_column() + c * 8 + 2 * lane_in_quad()), x, y);
         }
       }
     }

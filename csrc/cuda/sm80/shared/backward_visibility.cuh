@@ -83,7 +83,7 @@ struct ArithmeticQueries {
   static __device__ bool is_whole(const QueryTile&) { return true; }
   template <int kKeyTiles, int N>
   static __device__ SeenBy<kKeyTiles, N> seen_by(const Kernel& kernel, const QueryTile&, int row, int key) {
-    return SeenBy<kKeyTiles, N>(kernel.mask(), row + 2 * t(), key + g());
+    return SeenBy<kKeyTiles, N>(kernel.mask(), row + 2 * lane_in_quad(), key + quad());
   }
   static __device__ void isolate_keys(const Kernel&) {}
   static __device__ void isolate_queries(const Kernel&, const QueryTile&) {}
@@ -194,8 +194,8 @@ struct MaskQueries {
   static __device__ SeenBy<kKeyTiles, N> seen_by(const Kernel& kernel, const QueryTile& tile, int row, int key) {
     const IntervalMask mask(kernel.mask(), notes(kernel).pairs.head(tile.h));
     SeenBy<kKeyTiles, N> seen([&](int i, int r) {
-      const Limits rows = rows_that_see(mask, key + g() + 16 * i + 8 * r);
-      return Limits{rows.begin - row - 2 * t(), rows.end - row - 2 * t()};
+      const Limits rows = rows_that_see(mask, key + quad() + 16 * i + 8 * r);
+      return Limits{rows.begin - row - 2 * lane_in_quad(), rows.end - row - 2 * lane_in_quad()};
     });
     if (!is_whole(tile)) seen.keep(PartialBlock(kernel.p, tile.bits), row % kBlockSide, key % kBlockSide);
     return seen;

@@ -59,7 +59,7 @@ template <class Sums>
 __device__ __forceinline__ void store_bias_sums(Sums& sums, const AttnGradParams& p, const GeneralWorkspace& workspace,
                                                 int b, int h, int n, int warp, int key, int length_k) {
   const int64_t tile = workspace.first_key_tile(p, b, key_sequence(p, b)) + n;
-  end_head(sums, p, workspace, b, h, tile, warp, key + g(), length_k);
+  end_head(sums, p, workspace, b, h, tile, warp, key + quad(), length_k);
 }
 
 }  // namespace sm80

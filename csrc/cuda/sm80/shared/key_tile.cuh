@@ -259,7 +259,7 @@ struct KeyTileKernel : Shape {
     for (int i = 0; i < kKeyTiles; ++i) {
 #pragma unroll
       for (int n = 0; n < kScoreTiles; ++n) {
-        T* at = tile + ScoreTile::offset(score_key(i) + g(), score_query() + n * 8 + 2 * t());
+        T* at = tile + ScoreTile::offset(score_key(i) + quad(), score_query() + n * 8 + 2 * lane_in_quad());
         Core::store_pair(at, scores[i][n][0], scores[i][n][1]);
         Core::store_pair(at + 8 * kScoreStride, scores[i][n][2], scores[i][n][3]);
       }
@@ -324,12 +324,12 @@ struct KeyTileKernel : Shape {
   __device__ void write(const TensorView& view, const KeySums& sum, int columns, float factor) const {
 #pragma unroll
     for (int i = 0; i < 2 * kGradKeyTiles; ++i) {
-      const int key = grad_key(0) + i * 8 + g();
+      const int key = grad_key(0) + i * 8 + quad();
       if (n * kKeys + key >= extent()->length_k) continue;
       T* to = row_pointer<T>(view, b, hk, starts()->key + n * kKeys + key);
 #pragma unroll
       for (int c = 0; c < kGradColumnTiles; ++c) {
-        const int column = grad_column() + c * 8 + 2 * t();
+        const int column = grad_column() + c * 8 + 2 * lane_in_quad();
         const float x = sum[i / 2][c][i % 2 * 2] * factor, y = sum[i / 2][c][i % 2 * 2 + 1] * factor;
         if (columns % 2 == 0) {  // dk and dv are contiguous: pairs are aligned
           if (column < columns) Core::store_pair(to + column, x, y);

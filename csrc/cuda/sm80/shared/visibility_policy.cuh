@@ -145,7 +145,7 @@ struct MaskVisibility {
                                place_in_block<Kernel::kKeys>(step.n));
     }
     hide_keys_by_interval(scores, kernel.score_row(), [&](int tile) {
-      const int key = tile * 8 + 2 * t();
+      const int key = tile * 8 + 2 * lane_in_quad();
       const int2 even = listed_key(kernel, key)->seen_by, odd = listed_key(kernel, key + 1)->seen_by;
       return make_int4(even.x, even.y, odd.x, odd.y);
     });
@@ -178,9 +178,9 @@ struct MaskVisibility {
         bool sees[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          const int row = kernel.row0 + kernel.tile_row(tile) + g() + 8 * r;
+          const int row = kernel.row0 + kernel.tile_row(tile) + quad() + 8 * r;
           sees[r] = row >= max(rows.begin, key.seen_by.x) && row < min(rows.end, key.seen_by.y);
-          if (in_blocks) sees[r] = marked >> (16 * tile + 8 * r + g()) & 1;
+          if (in_blocks) sees[r] = marked >> (16 * tile + 8 * r + quad()) & 1;
         }
         poison_rows(kernel.out[tile], sees);
       }

@@ -200,7 +200,7 @@ struct HeadsBackward {
   // Writes dS of a step for dq.
   __device__ __forceinline__ void keep(const typename Core::A (&packed)[kStep / 16], int query) const {
     const int stride = plan.score_stride();
-    T* const first = dscore_tile + (key() + g()) * stride + query + 2 * t();
+    T* const first = dscore_tile + (key() + quad()) * stride + query + 2 * lane_in_quad();
 #pragma unroll
     for (int k = 0; k < kStep / 16; ++k) {
 #pragma unroll
@@ -237,7 +237,7 @@ struct HeadsBackward {
   template <int N>
   __device__ __forceinline__ void store(const TensorView& to, int h, int first, int column, int length,
                                         const float (&x)[N][4], float factor, int64_t columns) const {
-    const int row = first + g();
+    const int row = first + quad();
     const float factors[2] = {factor, factor};
     const bool zero[2] = {false, false}, exist[2] = {row < length, row + 8 < length};
     store_rows(row_pointer<T>(to, b, h, row) + column, 8 * to.row_stride, x, factors, zero, exist,

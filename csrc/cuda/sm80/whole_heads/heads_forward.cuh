@@ -190,7 +190,8 @@ struct HeadsForward {
     const auto& rule = scoring.make_logits(p, score, x, place, begun);
     const int row = ptx::opaque(now.row);
     const Limits full = mask().keys_of_all(row, min(row + kRowStep, length_q()));
-    if (key < full.begin || key + kCount > full.end) hide_keys<true, true>(x, mask(), row + g(), key + 2 * t());
+    if (key < full.begin || key + kCount > full.end)
+      hide_keys<true, true>(x, mask(), row + quad(), key + 2 * lane_in_quad());
     // Without tolerance the maximum is the largest logit, for which plain kernels have no register left.
     float shrink[2], sums[2];
     softmax.weigh(
@@ -211,12 +212,12 @@ struct HeadsForward {
   }
 
   __device__ __forceinline__ void store() {
-    const int row = now.row + g();
+    const int row = now.row + quad();
     const bool exist[2] = {row < length_q(), row + 8 < length_q()};
     const int b = ptx::opaque(static_cast<int>(blockIdx.x)) / (plan.parts * static_cast<int>(p.heads_k));
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      if (p.row_maxima.data && t() == r && exist[r]) write_largest(p, b, now.h, row + 8 * r, softmax.max[r]);
+      if (p.row_maxima.data && lane_in_quad() == r && exist[r]) write_largest(p, b, now.h, row + 8 * r, softmax.max[r]);
     }
     float shrink[2] = {1, 1};
     if (p.has_sink) softmax.end(head_sink(p, now.h), 1, shrink);

@@ -36,7 +36,7 @@ struct PlainHeadGradients {
                                                                  const Stage& now, int query, Nothing,
                                                                  float (&weights)[1][N][4], float (&dscores)[1][N][4]) {
     const int row = tile.row + query, key = kernel.key();
-    const float *const lse = now.lse + query, *const delta = now.delta + query + 2 * t();
+    const float *const lse = now.lse + query, *const delta = now.delta + query + 2 * lane_in_quad();
     if (has_mark<8 * N>(lse)) {
       subtract_words(weights, kernel.rule, lse, [&](int i) { return kernel.words_of(tile, query + i); });
       clear_rows_of_one_weight(dscores, lse);
@@ -46,11 +46,12 @@ struct PlainHeadGradients {
     if (all.end == mask.seqlen_q) all.end += 8 * N;  // after the last query come zeros, which need no mask
     NoDropout::Columns<1> dropping(kernel.p, kernel.b, tile.h, key, row);
     if (row >= all.begin && row + 8 * N <= all.end) {
-      flashattn_ext::weigh_and_differentiate<false, false>(weights, dscores, kernel.rule, lse + 2 * t(), lse, delta,
-                                                           SeenBy<1>(), dropping);
+      flashattn_ext::weigh_and_differentiate<false, false>(weights, dscores, kernel.rule, lse + 2 * lane_in_quad(), lse,
+                                                           delta, SeenBy<1>(), dropping);
     } else {
-      flashattn_ext::weigh_and_differentiate<true, false>(weights, dscores, kernel.rule, lse + 2 * t(), lse, delta,
-                                                          SeenBy<1>(mask, row + 2 * t(), key + g()), dropping);
+      flashattn_ext::weigh_and_differentiate<true, false>(
+          weights, dscores, kernel.rule, lse + 2 * lane_in_quad(), lse, delta,
+          SeenBy<1>(mask, row + 2 * lane_in_quad(), key + quad()), dropping);
     }
   }
 };
@@ -87,14 +88,14 @@ struct GeneralHeadGradients {
                                                                  float (&weights)[1][N][4], float (&dscores)[1][N][4]) {
     using Gradient =
         TileBiasGradient<Bias<Kernel>, typename Kernel::Element, 1, N, RelativeGradient::kInAnyOrder, NoCentres>;
-    const int row = tile.row + query, key = kernel.key(), first = query + 2 * t();
+    const int row = tile.row + query, key = kernel.key(), first = query + 2 * lane_in_quad();
     if (has_mark<8 * N>(now.log2_sum + query)) clear_rows_of_one_weight(dscores, now.log2_sum + query);
     BiasSums<1, true> sums;
     Gradient gradient{kernel.p, bias, kernel.rule, NoCentres(), kernel.b, tile.h, true, sums};
     OptionalDropout::Columns<1> dropping(kernel.p, kernel.b, tile.h, key, row);
     flashattn_ext::weigh_and_differentiate<typename Kernel::Element, true>(
         weights, dscores, kernel.rule.score, bias, gradient, now.lse + first, now.log2_sum + first, now.delta + first,
-        SeenBy<1>(kernel.mask(), row + 2 * t(), key + g()), dropping);
+        SeenBy<1>(kernel.mask(), row + 2 * lane_in_quad(), key + quad()), dropping);
   }
 };
 

@@ -64,7 +64,7 @@ __device__ __forceinline__ void pass_bias_gradient(DqPart<8>& part, const float 
     for (int n = 0; n < 8; ++n) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const int query = 2 * t() + e % 2, column = key % 32 + g() + 8 * (e / 2);
+        const int query = 2 * lane_in_quad() + e % 2, column = key % 32 + quad() + 8 * (e / 2);
         panel[8 * n + query][(column / 4 ^ query) * 4 + column % 4] = dscores[n][e];
       }
     }

@@ -38,7 +38,7 @@ struct PackedDistanceScores {
   struct Centres {
     const float (*rows)[kQueries];  // in shared memory, kCentres times
     __device__ __forceinline__ float2 pair(Centre which, int n) const {
-      return *reinterpret_cast<const float2*>(&rows[which][8 * n + 2 * t()]);
+      return *reinterpret_cast<const float2*>(&rows[which][8 * n + 2 * lane_in_quad()]);
     }
   };
   using BiasGradient = TileBiasGradient<Bias, T, 1, kQueries / 8, RelativeGradient::kInAnyOrder, Centres>;
@@ -95,7 +95,7 @@ struct PackedDistanceScores {
                                                          const GeneralScore& score, const float (&lse)[kQueries]) {
     const ScaledLogit rule{score.factor};
     each_pair([&](int n, int r, int step, int i) {
-      const float2 row_lse = *reinterpret_cast<const float2*>(&lse[n * 8 + 2 * t()]);
+      const float2 row_lse = *reinterpret_cast<const float2*>(&lse[n * 8 + 2 * lane_in_quad()]);
       float* const pair = &scores[n][2 * r];
       slopes[step][i] = store_pair(pair, score);
       weights[step][i] = Core::pack(weight_of(rule, pair[0], row_lse.x), weight_of(rule, pair[1], row_lse.y));
@@ -186,7 +186,7 @@ struct DistanceGradients : UnbiasedGradients<Packing> {
     const AttnGradParams& p = step.p;
     const int64_t tile = step.workspace.first_key_tile(p, work.b, key_sequence(p, work.b)) + work.n;
     flashattn_ext::end_head(sums, p, step.workspace, work.b, h, tile, step.warp_key / 16,
-                            work.key0 + step.warp_key + g(), work.length_k);
+                            work.key0 + step.warp_key + quad(), work.length_k);
   }
 };
 
@@ -291,10 +291,10 @@ struct ListedGradients : UnbiasedGradients<Packing> {
   }
   __device__ __forceinline__ void find_seen(const AttnParams& p, const ListedStep& now, const BackwardWork& work,
                                             int warp_key) {
-    const int m = uniform(now.m), bits = uniform(now.bits), row = m * kQueries + 2 * t();
+    const int m = uniform(now.m), bits = uniform(now.bits), row = m * kQueries + 2 * lane_in_quad();
     const Mask32 mask = work.mask(p);
     seen = Seen([&](int, int r) {
-      const Limits rows = rows_that_see(mask, work.key0 + warp_key + g() + 8 * r);
+      const Limits rows = rows_that_see(mask, work.key0 + warp_key + quad() + 8 * r);
       return Limits{rows.begin - row, rows.end - row};
     });
     if (bits != kWholeBlock) keep_seen(PartialBlock(p, bits), place_in_block<kQueries>(m), warp_key);
@@ -313,7 +313,7 @@ struct ListedGradients : UnbiasedGradients<Packing> {
       for (int half = 0; half < 2; ++half) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          seen.queries[0][r][i + half] &= __shfl_sync(~0u, columns, 16 * half + 8 * r + g()) >> (2 * t());
+          seen.queries[0][r][i + half] &= __shfl_sync(~0u, columns, 16 * half + 8 * r + quad()) >> (2 * lane_in_quad());
         }
       }
     }

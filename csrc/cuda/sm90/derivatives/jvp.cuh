@@ -151,18 +151,20 @@ struct Jvp : ForwardConsumer<Jvp<T, kHeadDim, TileOfRow, Given>> {
 
   // The words of the lse of row r (g or g + 8) of this warp: of the call, and later in shared memory.
   __device__ __forceinline__ LseWords<float> words_of(const Work& work, int r) const {
-    const int row = work.row0 + warp_row + g() + 8 * r;
+    const int row = work.row0 + warp_row + quad() + 8 * r;
     if (row >= work.length_q) return LseWords<float>::of_no_key();
     return LseWords<float>::of(p, work.b, work.h, int64_t{work.query_start} + row);
   }
-  __device__ __forceinline__ LseWords<float>& kept_words(int r) const { return shared.words[warp_row + g() + 8 * r]; }
+  __device__ __forceinline__ LseWords<float>& kept_words(int r) const {
+    return shared.words[warp_row + quad() + 8 * r];
+  }
   __device__ __forceinline__ void start_tile(const Work& work) {
     set_zero(out);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const LseWords<float> words = words_of(work, r);
       rows.start(0, r, words);
-      if (t() == 0) kept_words(r) = words;
+      if (lane_in_quad() == 0) kept_words(r) = words;
     }
     __syncwarp();
   }
@@ -249,9 +251,9 @@ struct Jvp : ForwardConsumer<Jvp<T, kHeadDim, TileOfRow, Given>> {
   __device__ __forceinline__ void weigh(const Work& work, int n, const Limits& unmasked) {
     if constexpr (!Given::kLogits) set_zero(tangents);
     const auto& rule = Tangents::make_logits(p, score, score_tile(), tangent_tile(), Nothing{});
-    const int row = work.row0 + warp_row + g(), key0 = n * kKeys;
+    const int row = work.row0 + warp_row + quad(), key0 = n * kKeys;
     if (key0 < unmasked.begin || key0 + kKeys > unmasked.end) {
-      hide_keys<true, true>(score_tile(), work.mask(p), row, key0 + 2 * t());
+      hide_keys<true, true>(score_tile(), work.mask(p), row, key0 + 2 * lane_in_quad());
       rows.hide(score_tile(), tangent_tile());
     }
     rows.subtract_words(score_tile(), rule, [&](int, int r) { return kept_words(r); });
@@ -271,13 +273,13 @@ struct Jvp : ForwardConsumer<Jvp<T, kHeadDim, TileOfRow, Given>> {
 
   __device__ __forceinline__ void finish_tile(const Work& work) {
     const SinkTangent sink(p, work.h);
-    const int row = work.row0 + warp_row + g(), columns = static_cast<int>(p.head_dim_v);
+    const int row = work.row0 + warp_row + quad(), columns = static_cast<int>(p.head_dim_v);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const bool exists = row + 8 * r < work.length_q;
       const int64_t at = int64_t{work.query_start} + row + 8 * r;
       const RowTangent tangent = rows.finish(p, sink, 0, r, kept_words(r));
-      if (exists && t() == 0) *row_statistic(p.tangents.lse, work.b, work.h, at) = tangent.lse;
+      if (exists && lane_in_quad() == 0) *row_statistic(p.tangents.lse, work.b, work.h, at) = tangent.lse;
       add_row(row_pointer<const T>(p.out, work.b, work.h, at), r, tangent, exists, columns);
       store_row(row_pointer<T>(p.tangents.out, work.b, work.h, at), out, r, 1.f, false, exists, columns);
     }
@@ -287,7 +289,7 @@ struct Jvp : ForwardConsumer<Jvp<T, kHeadDim, TileOfRow, Given>> {
     const bool aligned = reinterpret_cast<uintptr_t>(from) % sizeof(uint32_t) == 0;
 #pragma unroll
     for (int n = 0; n < kOutTiles; ++n) {
-      const int column = n * 8 + 2 * t();
+      const int column = n * 8 + 2 * lane_in_quad();
       float2 pair{};
       if (exists && aligned && column + 1 < columns) {
         pair = TensorCore<T>::unpack(*reinterpret_cast<const uint32_t*>(from + column));

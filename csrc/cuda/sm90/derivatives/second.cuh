@@ -182,7 +182,7 @@ struct Second : SecondConsumer<Second<T, kHeadDim, kOptions, kHeadDimV, Tangents
     this_step().subtract_words(x, workspace.score, work.b, now.h, row0, query);
     this_step().clear_rows(dp, query);
     SecondStep<Given, kScoreTiles, Workspace>(workspace, shared, queries.stage, query)
-        .run(x, tangents, dp, b, Packing::is_masked(unmasked, row0), work.mask(p), row0, work.key0 + warp_key + g());
+        .run(x, tangents, dp, b, Packing::is_masked(unmasked, row0), work.mask(p), row0, work.key0 + warp_key + quad());
     clear_moved_rows(this_step(), x, dp, query);
     pack_scores<T>(of_values, x);
     pack_scores<T>(t_scores, tangents);

@@ -217,7 +217,7 @@ struct SecondApart : PingPong, SecondConsumer<SecondApart<T, kHeadDim, kOptions,
     this_step().clear_rows(dp);
     SecondStep<Given, kTiles, Workspace>(workspace, shared, queries.stage, 0)
         .run(x, tangents, dp, b, Packing::is_masked(unmasked, row0), work.mask(p), row0,
-             work.key0 + group * 64 + warp_key + g());
+             work.key0 + group * 64 + warp_key + quad());
     clear_moved_rows(this_step(), x, dp, 0);
     pack_scores<T>(of_values, x);
     Packed packed;

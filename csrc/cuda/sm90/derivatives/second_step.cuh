@@ -117,7 +117,7 @@ struct SecondStep {
     if constexpr (!Given::kLogits) set_zero(tangents);
     if constexpr (!Given::kV) set_zero(b);
     if (is_masked) {
-      differentiate_twice<true>(x, tangents, dp, b, SeenBy<1>(mask, row0 + 2 * t(), key));
+      differentiate_twice<true>(x, tangents, dp, b, SeenBy<1>(mask, row0 + 2 * lane_in_quad(), key));
     } else {
       differentiate_twice<false>(x, tangents, dp, b, {});
     }

@@ -197,16 +197,16 @@ struct PackedForward : Forward<T, kHeadDim, kHeadDim, TileOfRow, PackedPolicies>
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const float sum = softmax.total(r), factor = sum == 0 ? 0.f : shrink[r] / sum;
-      const int query = work.row0 + warp_row + g() + 8 * r;
+      const int query = work.row0 + warp_row + quad() + 8 * r;
       if (query >= work.length_q) continue;
       const int64_t at = slot * plan.slot_rows + query * plan.group + member;
-      float* const to = plan.partial_out + at * kHeadDim + 2 * t();
+      float* const to = plan.partial_out + at * kHeadDim + 2 * lane_in_quad();
 #pragma unroll
       for (int n = 0; n < kOutTiles; ++n) {
         *reinterpret_cast<float2*>(to + n * 8) = make_float2(out[n][2 * r] * factor, out[n][2 * r + 1] * factor);
       }
-      if (t() == 0) plan.partial_sums[at] = {softmax.max[r], sum};
-      if (t() == r && p.row_maxima.data) plan.partial_largest[at] = softmax.largest_logit;
+      if (lane_in_quad() == 0) plan.partial_sums[at] = {softmax.max[r], sum};
+      if (lane_in_quad() == r && p.row_maxima.data) plan.partial_largest[at] = softmax.largest_logit;
     }
   }
 };

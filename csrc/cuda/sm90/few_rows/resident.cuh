@@ -138,11 +138,11 @@ struct ResidentBackward : ResidentBase<T, kHeadDim, 64 * kRowTiles, 2, kResident
   __device__ __forceinline__ void weigh(float (&x)[kRows / 8][4], int key) const {
 #pragma unroll
     for (int n = 0; n < kRows / 8; ++n) {
-      const int row = n * 8 + 2 * t();
+      const int row = n * 8 + 2 * lane_in_quad();
       const float2 lse = *reinterpret_cast<const float2*>(&shared.lse[rows_at.stage][row]);
 #pragma unroll
       for (int e = 0; e < 4; ++e) x[n][e] = ptx::ex2(fmaf(x[n][e], workspace.score.factor, e % 2 ? -lse.y : -lse.x));
-      if (is_partial(key)) hide(x[n], row, key + warp_row() + g());
+      if (is_partial(key)) hide(x[n], row, key + warp_row() + quad());
     }
   }
   // row, key: of the lane's first score. Its other scores belong to the next row and to key + 8.
@@ -159,14 +159,14 @@ struct ResidentBackward : ResidentBase<T, kHeadDim, 64 * kRowTiles, 2, kResident
                                                 int key) const {
 #pragma unroll
     for (int n = 0; n < kRows / 8; ++n) {
-      const float2 delta = *reinterpret_cast<const float2*>(&shared.delta[rows_at.stage][n * 8 + 2 * t()]);
+      const float2 delta = *reinterpret_cast<const float2*>(&shared.delta[rows_at.stage][n * 8 + 2 * lane_in_quad()]);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const float2 weight = TensorCore<T>::unpack(weights[n / 2][n % 2 * 2 + r]);
         dx[n][2 * r] = weight.x * (dx[n][2 * r] - delta.x);
         dx[n][2 * r + 1] = weight.y * (dx[n][2 * r + 1] - delta.y);
       }
-      if (is_partial(key)) hide(dx[n], n * 8 + 2 * t(), key + warp_row() + g());
+      if (is_partial(key)) hide(dx[n], n * 8 + 2 * lane_in_quad(), key + warp_row() + quad());
     }
   }
 
@@ -195,8 +195,8 @@ struct ResidentBackward : ResidentBase<T, kHeadDim, 64 * kRowTiles, 2, kResident
       for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          const int row = i * 64 + warp_row() + g() + 8 * r;
-          float* const to = this->partial_row(work, row) + (is_first ? low : high) * 8 + 2 * t();
+          const int row = i * 64 + warp_row() + quad() + 8 * r;
+          float* const to = this->partial_row(work, row) + (is_first ? low : high) * 8 + 2 * lane_in_quad();
 #pragma unroll
           for (int n = 0; n < kGivenTiles; ++n) {
             const float2 other = *reinterpret_cast<const float2*>(

@@ -33,7 +33,7 @@ struct ResidentTogether : ResidentBase<T, kHeadDim, 128, 1, 3, 2> {
       : Base(shared, params, workspace, maps, plan), shared(shared) {}
 
   // The first of the lane's two rows; the other one is 8 rows below.
-  static __device__ __forceinline__ int first_row() { return group() * 64 + warp_row() + g(); }
+  static __device__ __forceinline__ int first_row() { return group() * 64 + warp_row() + quad(); }
 
   __device__ void compute() {
     this->each_work([&](const ResidentWork& work) {
@@ -137,7 +137,7 @@ struct ResidentTogether : ResidentBase<T, kHeadDim, 128, 1, 3, 2> {
       for (int n = 0; n < kKeys / 8; ++n) {
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
-          const int at = key + n * 8 + 2 * t() + c;
+          const int at = key + n * 8 + 2 * lane_in_quad() + c;
           if (at < own.begin || at >= own.end) x[n][2 * r + c] = 0;
         }
       }
@@ -149,7 +149,7 @@ struct ResidentTogether : ResidentBase<T, kHeadDim, 128, 1, 3, 2> {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = first_row() + 8 * r;
-      float* const to = this->partial_row(work, row) + 2 * t();
+      float* const to = this->partial_row(work, row) + 2 * lane_in_quad();
       if (row >= plan.rows) continue;
 #pragma unroll
       for (int n = 0; n < kColumnTiles; ++n) {

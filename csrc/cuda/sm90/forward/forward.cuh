@@ -327,7 +327,7 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
   template <class Begun>
   __device__ __forceinline__ void weigh(const SeenWork& work, const KeyWalk& walk, const Limits& unmasked,
                                         const Begun& begun) {
-    const int row = work.row0 + warp_row + g(), key0 = walk.n * kKeys, key = key0 + 2 * t();
+    const int row = work.row0 + warp_row + quad(), key0 = walk.n * kKeys, key = key0 + 2 * lane_in_quad();
     const auto place = [&] { return bias_place(work, walk.n); };
     const auto& rule = scoring.make_logits(p, score, score_tile(), place, begun);
     const bool before = (key0 < unmasked.begin), after = (key0 + kKeys > unmasked.end);
@@ -377,7 +377,7 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
     float sink_shrink[2] = {1, 1};
     if (p.has_sink) softmax.end(head_sink(p, work.h), Scoring::kWeightScale, sink_shrink);
     const float scale = 256.f / p.dropout_threshold * scoring.value_scale(p, work.b, work.h);
-    const int row = work.row0 + warp_row + g(), columns = static_cast<int>(p.head_dim_v);
+    const int row = work.row0 + warp_row + quad(), columns = static_cast<int>(p.head_dim_v);
     const int64_t at = int64_t{work.query_start} + row;
     const float sums[2] = {softmax.total(0), softmax.total(1)};
     const bool exist[2] = {row < work.length_q, row + 8 < work.length_q}, zero[2] = {sums[0] == 0, sums[1] == 0};

@@ -233,7 +233,7 @@ struct BlockVisibility {
     walk.n = uniform(tile.block);
     walk.seen.bits = uniform(tile.bits);
     if (walk.seen.is_whole()) return;
-    walk.seen.load(p, warp_row + g(), place_in_block<kKeysOfTile>(walk.n));
+    walk.seen.load(p, warp_row + quad(), place_in_block<kKeysOfTile>(walk.n));
   }
   static __device__ __forceinline__ bool is_last(const Walk& walk) { return walk.left == 0; }
   template <class Shared, class Ring>

@@ -344,7 +344,7 @@ __device__ __forceinline__ void clear_poisoned(Shared& shared, int threads) {
 // It also resets that for the query tile after the next.
 template <class Shared>
 __device__ __forceinline__ void take_poisoned_rows(Shared& shared, int parity, int warp_row, bool (&poisoned)[2]) {
-  bool* const rows = &shared.poisoned[parity][warp_row + g()];
+  bool* const rows = &shared.poisoned[parity][warp_row + quad()];
 #pragma unroll
   for (int r = 0; r < 2; ++r) poisoned[r] = rows[8 * r];
   __syncwarp();
@@ -441,7 +441,7 @@ struct IntervalVisibility {
     const int slot = walk.tile.slot();
     ptx::barrier_wait(&shared.pairs_full[slot], walk.tile.slot_parity());
     hide_keys_by_interval(x, row, [&](int tile) {
-      return *reinterpret_cast<const int4*>(&shared.partial_tiles[slot].pairs[tile * 8 + 2 * t()]);
+      return *reinterpret_cast<const int4*>(&shared.partial_tiles[slot].pairs[tile * 8 + 2 * lane_in_quad()]);
     });
   }
   template <class Shared>

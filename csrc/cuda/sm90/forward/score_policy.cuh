@@ -44,7 +44,7 @@ __device__ __forceinline__ void add_bias_tile(float (&x)[N][4], const T (&bias)[
   const int swizzle = row % 8;
   const auto pair = [&](int n, int r) {
     const T* const chunk = bias[n / 8][row + 8 * r] + ((n % 8) ^ swizzle) * 8;
-    return *reinterpret_cast<const uint32_t*>(chunk + 2 * t());
+    return *reinterpret_cast<const uint32_t*>(chunk + 2 * lane_in_quad());
   };
   uint32_t lowest = pair(0, 0);
 #pragma unroll
@@ -159,7 +159,7 @@ struct BiasTileScores : UncentredScores {
   __device__ __forceinline__ ScaledLogit make_logits(const AttnParams&, const Rule& rule, float (&x)[1][kKeys / 8][4],
                                                      const PlaceOf&, const Tile<Shared>& tile) {
     ptx::barrier_wait(&tile.shared.bias_full[at.stage], at.parity);
-    add_bias_tile(x[0], tile.shared.bias[at.stage], tile.row + g(), rule.softmax_scale);
+    add_bias_tile(x[0], tile.shared.bias[at.stage], tile.row + quad(), rule.softmax_scale);
     release_tile(tile.shared);
     return {kLog2E<float>};
   }

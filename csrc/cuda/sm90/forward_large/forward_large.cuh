@@ -214,7 +214,7 @@ struct LargeForward {
 
     __device__ __forceinline__ void weigh(const ForwardWork& work, int n, const Limits& unmasked) {
       auto& x = reinterpret_cast<float (&)[1][kScoreTiles][4]>(scores);
-      const int row = first_row(work) + warp_row + g(), key0 = n * kKeys, key = key0 + 2 * t();
+      const int row = first_row(work) + warp_row + quad(), key0 = n * kKeys, key = key0 + 2 * lane_in_quad();
       store_scores(x, score);
       if (key0 < unmasked.begin) hide_keys<true, false>(x, work.mask(p), row, key);
       if (key0 + kKeys > unmasked.end) hide_keys<false, true>(x, work.mask(p), row, key);
@@ -241,9 +241,9 @@ struct LargeForward {
       store_factors(shrink);
     }
     __device__ __forceinline__ void store_factors(const float (&factors)[2]) {
-      if (t() != 0) return;
-      shared.factors[at.stage][warp_row + g()] = factors[0];
-      shared.factors[at.stage][warp_row + g() + 8] = factors[1];
+      if (lane_in_quad() != 0) return;
+      shared.factors[at.stage][warp_row + quad()] = factors[0];
+      shared.factors[at.stage][warp_row + quad() + 8] = factors[1];
     }
     // Publishes the weights and factors that were stored last.
     __device__ __forceinline__ void announce() {
@@ -257,7 +257,7 @@ struct LargeForward {
       ptx::barrier_wait(&shared.weights_empty[at.stage], at.parity ^ 1);
       store_factors(sums);
       announce();
-      const int row = first_row(work) + warp_row + g();
+      const int row = first_row(work) + warp_row + quad();
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         if (row + 8 * r >= work.length_q) continue;
@@ -329,8 +329,8 @@ struct LargeForward {
       }
     }
     __device__ __forceinline__ void load_factors(float (&factors)[2]) {
-      factors[0] = shared.factors[at.stage][warp_row + g()];
-      factors[1] = shared.factors[at.stage][warp_row + g() + 8];
+      factors[0] = shared.factors[at.stage][warp_row + quad()];
+      factors[1] = shared.factors[at.stage][warp_row + quad() + 8];
     }
     __device__ __forceinline__ void end_weights() {
       __syncwarp();
@@ -384,7 +384,7 @@ struct LargeForward {
       float sums[2];
       load_factors(sums);
       end_weights();
-      const int row = first_row(work) + warp_row + g(), first_column = half * kHalfColumns;
+      const int row = first_row(work) + warp_row + quad(), first_column = half * kHalfColumns;
       const int columns = static_cast<int>(p.head_dim_v) - first_column;
       const float keep_scale = 256.f / p.dropout_threshold;
 #pragma unroll

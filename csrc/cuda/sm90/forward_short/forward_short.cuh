@@ -156,7 +156,8 @@ struct ShortForward {
     const auto& rule = scoring.make_logits(p, score, x, Nothing(), Nothing());
     const int row = now.row + warp * 16;
     const Limits full = mask().keys_of_all(row, min(row + 16, length_q()));
-    if (key < full.begin || key + kCount > full.end) hide_keys<true, true>(x, mask(), row + g(), key + 2 * t());
+    if (key < full.begin || key + kCount > full.end)
+      hide_keys<true, true>(x, mask(), row + quad(), key + 2 * lane_in_quad());
     softmax.weigh(x[0], rule, kTolerance, [&](const float (&factors)[2]) { rescale(out, factors); });
     uint32_t weights[kCount / 16][4];
     pack_scores<T>(weights, x[0]);
@@ -188,7 +189,7 @@ struct ShortForward {
   }
 
   __device__ __forceinline__ void store() {
-    const int row = now.row + warp * 16 + g();
+    const int row = now.row + warp * 16 + quad();
     const bool exist[2] = {row < length_q(), row + 8 < length_q()};
     float shrink[2] = {1, 1};
     if (p.has_sink) softmax.end(head_sink(p, now.h), 1, shrink);

@@ -161,14 +161,14 @@ struct InvariantForward : ForwardInChunks<T, kHeadDim, TileOfRow, Policies> {
 
   __device__ __forceinline__ void finish(const Work& work, ChunkSum (&sums)[2]) {
     const float sink = head_sink(p, work.h);
-    const int row = work.row0 + this->warp_row + g();
+    const int row = work.row0 + this->warp_row + quad();
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const float factor = finish_chunks(&sums[r], sink);
       const bool exists = row + 8 * r < work.length_q;
       const int64_t at = int64_t{work.query_start} + row + 8 * r;
-      if (exists && t() == 0) write_lse(p, work.b, work.h, at, sums[r].max, sums[r].sum);
-      if (exists && t() == r && p.row_maxima.data) {
+      if (exists && lane_in_quad() == 0) write_lse(p, work.b, work.h, at, sums[r].max, sums[r].sum);
+      if (exists && lane_in_quad() == r && p.row_maxima.data) {
         write_largest(p, work.b, work.h, at, softmax.largest_logit);
       }
       store_row(row_pointer<T>(p.out, work.b, work.h, at), out, r, factor, sums[r].sum == 0, exists,

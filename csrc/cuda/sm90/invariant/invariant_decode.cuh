@@ -190,20 +190,20 @@ struct InvariantDecode : ChunkedForward<T, kHeadDim, TileOfRow, Policies, Chunks
   __device__ __forceinline__ void store_partial(const ChunkWork& work, const ChunkSum (&sums)[2]) const {
     const int64_t head = int64_t{work.b / 2} * partials.heads + work.h;
     const int64_t slot = head * partials.chunks + work.first / kChunkTiles;
-    const int row = this->warp_row + g();
+    const int row = this->warp_row + quad();
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       if (row + 8 * r >= partials.rows) continue;
       const int64_t at = slot * partials.rows + row + 8 * r;
 #pragma unroll
       for (int n = 0; n < kOutTiles; ++n) {
-        const int column = n * 8 + 2 * t();
+        const int column = n * 8 + 2 * lane_in_quad();
         if (column >= partials.columns) continue;
         *reinterpret_cast<float2*>(partials.out + at * partials.columns + column) =
             make_float2(out[n][2 * r], out[n][2 * r + 1]);
       }
-      if (t() == 0) partials.sums[at] = sums[r];
-      if (t() == r && partials.largest) partials.largest[at] = softmax.largest_logit;
+      if (lane_in_quad() == 0) partials.sums[at] = sums[r];
+      if (lane_in_quad() == r && partials.largest) partials.largest[at] = softmax.largest_logit;
     }
   }
 };

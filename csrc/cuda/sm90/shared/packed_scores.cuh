@@ -35,7 +35,7 @@ struct PackedScores {
                                                const float (&lse)[kQueries], bool masked_or_marked,
                                                const Prepare& prepare, int row0, int key) {
     weigh_seen(weights, products, score, lse, masked_or_marked,
-               [&] { return SeenBy<1>(prepare(), row0 + 2 * t(), key + g()); });
+               [&] { return SeenBy<1>(prepare(), row0 + 2 * lane_in_quad(), key + quad()); });
   }
   // weigh with see() instead of prepare(): it may change the products, and returns which queries see the lane's keys:
   // SeenBy, or SeenQueries (block_mask.cuh).
@@ -105,7 +105,7 @@ struct PackedScores {
                                                     const float (&lse)[kQueries], const Seen& seen_by) {
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
-      const float2 row_lse = *reinterpret_cast<const float2*>(&lse[n * 8 + 2 * t()]);
+      const float2 row_lse = *reinterpret_cast<const float2*>(&lse[n * 8 + 2 * lane_in_quad()]);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         float x[2];
@@ -123,7 +123,7 @@ struct PackedScores {
                                                             const float (&delta)[kQueries]) {
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
-      const float2 row_delta = *reinterpret_cast<const float2*>(&delta[n * 8 + 2 * t()]);
+      const float2 row_delta = *reinterpret_cast<const float2*>(&delta[n * 8 + 2 * lane_in_quad()]);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const float2 pair = Core::unpack(weights[n / 2][n % 2 * 2 + r]);
