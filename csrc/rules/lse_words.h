@@ -29,12 +29,6 @@ FLASHATTN_HOST_DEVICE Real row_lse(Real maximum, Real log2_sum) {
   return maximum == kLargest<Real> ? kInfinite<Real> : in_natural_units(maximum + log2_sum);
 }
 
-// Natural logarithm of the weight of a sink in a row with the given log-sum-exp: 0 if the sink takes all the weight.
-template <class Real>
-FLASHATTN_HOST_DEVICE Real sink_log_weight(Real sink, Real lse) {
-  return lse == kInfinite<Real> ? Real(0) : sink - lse;
-}
-
 // The log-sum-exp of a row in two words, which every derivative of a forward reads.
 //
 //   log-sum-exp in units of log2 = top + log2_sum

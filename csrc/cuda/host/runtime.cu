@@ -10,7 +10,6 @@
 #include <string>
 #include <utility>
 
-#include "cuda/host/call.h"
 #include "cuda/host/launch.cuh"
 
 namespace flashattn_ext {

@@ -5,7 +5,6 @@
 #include "cuda/host/launch.cuh"
 #include "cuda/ptx/async.cuh"
 #include "cuda/stages/backward_workspace.h"
-#include "cuda/stages/tile_order.cuh"
 #include "cuda/tile/operand_tile.cuh"
 #include "cuda/tile/warp.cuh"
 

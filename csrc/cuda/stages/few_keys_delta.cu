@@ -1,7 +1,6 @@
 #include "cuda/host/launch.cuh"
 #include "cuda/score/large_rows.cuh"
 #include "cuda/stages/backward_workspace.h"
-#include "cuda/stages/tile_order.cuh"
 #include "cuda/table/options.h"
 #include "cuda/tile/rows.cuh"
 #include "cuda/tile/tile.cuh"

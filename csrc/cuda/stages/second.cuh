@@ -3,7 +3,6 @@
 #pragma once
 
 #include "cuda/score/scores.cuh"
-#include "cuda/stages/backward_finish.cuh"
 #include "cuda/stages/backward_workspace.h"
 #include "derivative_params.h"
 

@@ -6,7 +6,6 @@
 #include "cuda/host/call.h"
 #include "cuda/host/launch.cuh"
 #include "cuda/ptx/memory.cuh"
-#include "cuda/tile/rows.cuh"
 
 namespace flashattn_ext {
 

@@ -7,7 +7,6 @@
 
 #include "cuda/ptx/math.cuh"
 #include "cuda/ptx/memory.cuh"
-#include "cuda/tile/warp.cuh"
 #include "params.h"
 
 namespace flashattn_ext {

@@ -15,6 +15,7 @@
 #include "cuda/sm80/shared/backward_visibility.cuh"
 #include "cuda/sm80/shared/dropout_policy.cuh"
 #include "cuda/sm80/shared/key_tile.cuh"
+#include "cuda/stages/backward_finish.cuh"
 #include "cuda/stages/backward_workspace.h"
 #include "cuda/stages/second.cuh"
 

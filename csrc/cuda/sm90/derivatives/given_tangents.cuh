@@ -4,7 +4,7 @@
 #include <array>
 #include <utility>
 
-#include "derivative_params.h"
+#include "params.h"
 
 namespace flashattn_ext::sm90 {
 

@@ -10,6 +10,7 @@
 #pragma once
 
 #include "cuda/sm90/derivatives/second_apart.cuh"
+#include "cuda/stages/backward_finish.cuh"
 
 namespace flashattn_ext::sm90 {
 

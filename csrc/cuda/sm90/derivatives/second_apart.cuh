@@ -9,6 +9,7 @@
 #pragma once
 
 #include "cuda/sm90/derivatives/second_step.cuh"
+#include "cuda/sm90/shared/backward_policies.cuh"
 #include "cuda/sm90/shared/backward_turns.cuh"
 
 namespace flashattn_ext::sm90 {

@@ -3,7 +3,6 @@
 #pragma once
 
 #include "cuda/sm90/derivatives/given_tangents.cuh"
-#include "cuda/sm90/shared/backward_policies.cuh"
 #include "cuda/sm90/shared/backward_step.cuh"
 #include "cuda/sm90/shared/backward_visibility.cuh"
 #include "cuda/sm90/shared/dq_adder.cuh"

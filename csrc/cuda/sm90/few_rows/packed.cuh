@@ -34,7 +34,7 @@ struct PackedForward : Forward<T, kHeadDim, kHeadDim, TileOfRow, PackedPolicies>
   using Base::kGroups, Base::kKeys, Base::kOutTiles, Base::kQueries, Base::kPanels;
   using Base::out, Base::p, Base::shared, Base::softmax, Base::warp_row;
   using typename Base::Element, typename Base::Generator, typename Base::Score, typename Base::Shared,
-      typename Base::Visibility, typename Base::Work;
+      typename Base::Work;
   static constexpr int kBlockRows = decode::kBlockRows, kTileBlocks = kQueries / kBlockRows;
   static constexpr int kGroupBlocks = kTileBlocks / kGroups;
 

@@ -14,6 +14,7 @@
 // writes them.
 #pragma once
 
+#include "cuda/score/large_rows.cuh"
 #include "cuda/sm90/few_rows/resident_together.cuh"
 #include "cuda/sm90/few_rows/resident_work.cuh"
 

@@ -4,6 +4,7 @@
 // one warpgroup reads P for dv and the other one dS for dk.
 #pragma once
 
+#include "cuda/score/large_rows.cuh"
 #include "cuda/sm90/few_rows/resident_work.cuh"
 
 namespace flashattn_ext::sm90 {
@@ -11,10 +12,9 @@ namespace flashattn_ext::sm90 {
 template <class T, int kHeadDim>
 struct ResidentTogether : ResidentBase<T, kHeadDim, 128, 1, 3, 2> {
   using Base = ResidentBase<T, kHeadDim, 128, 1, 3, 2>;
-  using Base::at, Base::rows_at, Base::p, Base::maps, Base::plan, Base::workspace, Base::queries, Base::mask,
-      Base::whole;
+  using Base::at, Base::rows_at, Base::maps, Base::plan, Base::workspace, Base::queries, Base::mask, Base::whole;
   using Base::group, Base::warp_row, Base::store_keys, Base::store_zeros;
-  using Base::kRows, Base::kKeys, Base::kGroups, Base::kPanels, Base::kColumnTiles;
+  using Base::kRows, Base::kKeys, Base::kGroups, Base::kColumnTiles;
   using typename Base::Rows, typename Base::Stage;
 
   // P and dS of all rows. A warpgroup writes those of a tile while the other one may still read those of the tile

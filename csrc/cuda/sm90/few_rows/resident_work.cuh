@@ -4,7 +4,6 @@
 #include "cuda/decode/few_rows/backward_plan.h"
 #include "cuda/host/launch.cuh"
 #include "cuda/ptx/async.cuh"
-#include "cuda/score/large_rows.cuh"
 #include "cuda/score/scores.cuh"
 #include "cuda/sm90/shared/products.cuh"
 #include "cuda/sm90/shared/tiles.h"

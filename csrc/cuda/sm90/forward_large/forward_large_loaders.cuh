@@ -6,7 +6,7 @@
 #include "cuda/sm90/shared/forward_work.cuh"
 #include "cuda/tile/panels.cuh"
 #include "cuda/tile/ring.cuh"
-#include "cuda/tile/rows.cuh"
+#include "rules/mask.h"
 
 namespace flashattn_ext::sm90 {
 

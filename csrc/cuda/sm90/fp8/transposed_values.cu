@@ -4,7 +4,6 @@
 #include "cuda/ptx/async.cuh"
 #include "cuda/sm90/fp8/transposed_values.h"
 #include "cuda/sm90/shared/tiles.h"
-#include "cuda/stages/tile_order.cuh"
 #include "cuda/tile/rows.cuh"
 #include "cuda/tile/tile.cuh"
 

@@ -89,8 +89,8 @@ struct InvariantDecode : ChunkedForward<T, kHeadDim, TileOfRow, Policies, Chunks
   using Base = ChunkedForward<T, kHeadDim, TileOfRow, Policies, ChunksApart<GroupedWork>>;
   using Base::kChunkTiles, Base::kGroups, Base::kKeys, Base::kOutTiles, Base::kPanels;
   using Base::out, Base::p, Base::shared, Base::softmax;
-  using typename Base::Element, typename Base::Maps, typename Base::Score, typename Base::Shared,
-      typename Base::Visibility, typename Base::Work;
+  using typename Base::Element, typename Base::Score, typename Base::Shared, typename Base::Visibility,
+      typename Base::Work;
 
   struct Loader : Base::Loader {
     __device__ void load_tiles(const TileGrid& grid) {

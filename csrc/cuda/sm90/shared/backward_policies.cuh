@@ -2,7 +2,7 @@
 // static.
 #pragma once
 
-#include "cuda/score/scores.cuh"
+#include "cuda/score/dropout.cuh"
 #include "cuda/sm90/shared/backward_work.cuh"
 #include "cuda/stages/backward_finish.cuh"
 #include "cuda/tile/store_row.cuh"

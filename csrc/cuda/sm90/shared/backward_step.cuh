@@ -7,7 +7,6 @@
 #include "cuda/score/large_rows.cuh"
 #include "cuda/score/scores.cuh"
 #include "cuda/sm90/shared/backward_work.cuh"
-#include "cuda/sm90/shared/tiles.h"
 #include "cuda/stages/tile_order.cuh"
 #include "cuda/tile/ring.cuh"
 #include "cuda/tile/warp.cuh"

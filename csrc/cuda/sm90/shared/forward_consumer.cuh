@@ -3,7 +3,6 @@
 #pragma once
 
 #include "cuda/ptx/async.cuh"
-#include "cuda/ptx/wgmma.cuh"
 #include "cuda/sm90/shared/forward_work.cuh"
 #include "cuda/sm90/shared/tiles.h"
 #include "cuda/stages/tile_order.cuh"

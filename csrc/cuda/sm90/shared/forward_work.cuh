@@ -1,7 +1,6 @@
 // The tile scheduler of the Hopper forwards: the producer publishes the next tile of queries to the consumer warps.
 #pragma once
 
-#include "cuda/host/call.h"
 #include "cuda/host/launch.cuh"
 #include "cuda/stages/tile_order.cuh"
 #include "cuda/tile/ring.cuh"
