@@ -21,6 +21,7 @@ struct HeadsBackward {
   using Tile = SwizzledTile<T, kHeadDim>;
   using Element = T;
   using Gradients = typename HeadsPolicies<kOptions>::Gradients;
+  static constexpr bool kHoldsBias = Gradients::kHoldsBias;
   using Rule = typename Gradients::Rule;
   using Mask = typename HeadsPolicies<kOptions>::Mask;
   static constexpr HeadsBackwardTile kTile = tile_of<kernel_table::kSm80HeadsBackward, T, kHeadDim, kOptions>();
@@ -34,10 +35,12 @@ struct HeadsBackward {
     int h, row, rows;
   };
   // Its rows and statistics in shared memory. lse and delta are those of the tensors until add_statistics changes them;
-  // log2_sum is what Gradients::statistics gives besides.
+  // log2_sum is what Gradients::statistics gives besides. bias: where the kernel holds it, the element of the first row
+  // and key.
   struct Stage {
     T *q, *dout, *out;
     float *lse, *delta, *log2_sum;
+    T* bias;
   };
 
   const AttnGradParams& p;
@@ -71,7 +74,14 @@ struct HeadsBackward {
     T* const q = reinterpret_cast<T*>(first + number % 2 * plan.stage_bytes(kHeadDim));
     const int elements = plan.rows * Tile::kStride;
     float* const lse = reinterpret_cast<float*>(q + 3 * elements);
-    return {q, q + elements, q + 2 * elements, lse, lse + plan.rows, lse + 2 * plan.rows};
+    Stage all{q, q + elements, q + 2 * elements, lse, lse + plan.rows, lse + 2 * plan.rows, nullptr};
+    if constexpr (kHoldsBias) {
+      unsigned char* const biases = first + plan.stages * plan.stage_bytes(kHeadDim);
+      const QueryTile tile = query_tile(number);
+      all.bias = first_in_stage<T>(plan.bias, biases + number % 2 * plan.bias.tile_bytes(plan.rows),
+                                   bias_row<const T>(p.bias, b, tile.h, tile.row));
+    }
+    return all;
   }
   __device__ __forceinline__ QueryTile query_tile(int number) const {
     const int head = static_cast<int>(static_cast<unsigned>(number) / static_cast<unsigned>(plan.tiles));
@@ -98,6 +108,7 @@ struct HeadsBackward {
       __syncthreads();
       sum_keys(tile, now);
       __syncthreads();
+      if constexpr (kHoldsBias) HeldBiasGradient<HeadsBackward>{*this, tile, now.bias}.store();
       store_queries(tile);
       if (number + 1 == tiles()) break;
       __syncthreads();
@@ -131,6 +142,7 @@ struct HeadsBackward {
       ptx::cp_async_4(to.lse + i, row_statistic(p.lse, b, h, row + i), exists);
       if (p.dlse.data) ptx::cp_async_4(to.delta + i, row_statistic(p.dlse, b, h, row + i), exists);
     });
+    if constexpr (kHoldsBias) HeldBiasGradient<HeadsBackward>{*this, tile, to.bias}.load();
   }
 
   // lse and delta of a tile, as the first stage of other backwards computes them (stages/backward_prepare.cu). A
@@ -180,6 +192,7 @@ struct HeadsBackward {
     const int begin = max(rows.begin - tile.row, 0) / kStep * kStep, end = min(rows.end - tile.row, tile.rows);
 #pragma unroll 1
     for (int query = begin; query < end; query += kStep) step(tile, now, query);
+    if constexpr (kHoldsBias) HeldBiasGradient<HeadsBackward>{*this, tile, now.bias}.clear(begin, end);
   }
 
   __device__ __forceinline__ void step(const QueryTile& tile, const Stage& now, int query) {
@@ -195,6 +208,7 @@ struct HeadsBackward {
 #pragma unroll
     for (int k = 0; k < kStep / 16; ++k) packed[k] = Core::from_accumulators(dscores[0], k);
     keep(packed, query);
+    if constexpr (kHoldsBias) HeldBiasGradient<HeadsBackward>{*this, tile, now.bias}.keep(packed, query);
     accumulate<Tile, kStep / 16>(dk, places, [&](int, int k) { return packed[k]; }, q, 0);
   }
   // Writes dS of a step for dq.
@@ -259,7 +273,7 @@ __global__ void __launch_bounds__(HeadsBackward<T, kHeadDim, kOptions>::kTile.wa
 template <class T, int kHeadDim, Options kOptions>
 void heads_backward(const AttnGradParams& p) {
   using Kernel = HeadsBackward<T, kHeadDim, kOptions>;
-  const HeadsBackwardPlan plan = HeadsBackwardPlan::of(p, Kernel::kTile);
+  const HeadsBackwardPlan plan = HeadsBackwardPlan::of(p, Kernel::kTile, Kernel::kHoldsBias);
   constexpr const char* kName = "backward of heads";
   launch_early(heads_backward_kernel<T, kHeadDim, kOptions>, kName, p, row_of_blocks(p.batch * p.heads_k, kName, p),
                plan.warps() * 32, static_cast<int>(plan.shared_bytes(kHeadDim)), p, Kernel::Rule::of(p, plan.keys),
