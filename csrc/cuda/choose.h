@@ -357,18 +357,18 @@ class Chooser {
     return options & (kScores | kBias | kRare) ? 256 : 96;
   }
   // The backward, beside sm80/ and the faster ones of sm90/: 64x197 12x32 87.8, 174 and 101; 64x256 8x32 68.4, 132 and
-  // 64.7; 64x96 12x64 67.5, 103 and 70.0; 64x128 12x64 78.5, 124 and 67.9. With a bias and its gradient: 256x49
-  // 6x32 82.9 and 233, 64x64 12x64 56.9 and 82.7, 256x96 6x32 224 and 202; beside sm80/ 256x128 6x32 283 and 455. With
-  // dropout beside sm80/: 64x64 12x64 42.5 and 67.6, 64x96 102 and 90.
+  // 64.7; 64x96 12x64 67.5, 103 and 70.0; 64x128 12x64 78.5, 124 and 67.9. With dropout beside sm80/: 64x64 12x64 42.5
+  // and 67.6, 64x96 102 and 90. Kernels of a bias alone: as many keys as they hold, without figures of more than 64.
   int64_t most_keys_of_whole_heads(const AttnGradParams& p, Options kernel, int columns) const {
     if (kernel == kPlain) return is_hopper() ? (columns > 32 ? 96 : 208) : columns > 64 ? 128 : 256;
+    if (kernel == kAnyBias) return 256;
     return !is_hopper() && options_of(p) & (kScores | kBias | kRare) ? 128 : 64;
   }
   // A thread block of the backward walks over all queries of a KV head: 64x256:64 8x64 60.0, 92.9 and 41.8; 64x512:64
   // 8x64 109, 169 and 69; 4x4096:77 8x64 364, 306 and 119.
   bool has_few_queries_for_whole_heads(const AttnGradParams& p, Options kernel, int columns) const {
     const int64_t queries = p.seqlen_q * p.group_size();
-    if (kernel == kPlain && !is_hopper()) return queries <= 512;
+    if (kernel == kAnyBias || (kernel == kPlain && !is_hopper())) return queries <= 512;
     return queries <= 256 && (columns <= 32 || p.seqlen_q <= 128);
   }
 
