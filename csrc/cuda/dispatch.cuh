@@ -97,7 +97,8 @@ struct EveryGpu {
     kernel_of<Stage::kSm80Backward>(row).backward(p);
   }
   static size_t backward_bytes(const TableRow& row, const AttnGradParams& p) {
-    if (row.stage == Stage::kSm80HeadsBackward) return 0;
+    if (row.stage == Stage::kSm80HeadsBackward)
+      return kernel_of<Stage::kSm80HeadsBackward>(row).heads_backward_bytes(p);
     return kernel_of<Stage::kSm80Backward>(row).backward_bytes(p);
   }
   static void run_jvp(const TableRow& row, const JvpParams& p) { kernel_of<Stage::kSm80Jvp>(row).jvp(p); }

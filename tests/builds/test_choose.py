@@ -69,6 +69,7 @@ int main() {
     };
     fill(p), fill(g);
     g.dk = g.dv = g.k, g.dbias = g.bias;
+    if (number("sink", 0)) g.dsink = g.q.data;
     p.cache.entries = p.batch, p.cache.page_size = p.seqlen_k;
     const Gpu gpu{static_cast<int>(number("processors", 132)), static_cast<int>(number("shared", 227)) * 1024};
     const Chooser chooser(number("sm80", 0) ? Family::kEveryGpu : Family::kHopper, gpu);
@@ -178,6 +179,7 @@ CALLS = {
     "backward Hk=1 Hq=8 Sq=64 Sk=64 D=64 causal=1": "tiles kSm90Backward aligned 0",
     "backward Sq=49 Sk=49": "tiles kSm90Backward aligned 0",
     "backward Sq=49 Sk=49 sm80=1": "tiles kSm80HeadsBackward aligned 0",
+    "backward Sq=64 Sk=64 sink=1 D=64": "tiles kSm80HeadsBackward aligned 0",
     "backward Sq=64 Sk=64 softcap=30 D=64": "tiles kSm80HeadsBackward aligned 0",
     "backward Sq=65 Sk=65 softcap=30 D=64": "tiles kSm90Backward aligned 0",
     "backward Sq=128 Sk=128 softcap=30 D=64 sm80=1": "tiles kSm80HeadsBackward aligned 0",

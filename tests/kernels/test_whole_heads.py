@@ -37,7 +37,7 @@ BIASES: dict[str, dict[str, object]] = {
     "hides": {"bias": "bhq", "bias_hides": 0.3},
     "grouped": {"bias": "bhq", "Hk": 2},
     "constant": {"bias": "bhq", "needs_grad": ("q", "k", "v")},
-    "sink": {"bias": "hq", "sink_dtype": torch.float32, "needs_grad": ("q", "k", "v", "bias")},
+    "sink": {"bias": "hq", "sink_dtype": torch.float32, "use_lse": True},
     "origin": {"bias": "bhq", "origin": (1, 2, 30, 10), "causal": True},
     "dropout": {"bias": "bhq", "dropout_p": 0.2, "rng_seed": 1},
     "softcap": {"bias": "hq", "softcap": 5.0, "causal": True},

@@ -1,7 +1,8 @@
 // Backward of short sequences on every GPU since Ampere. A thread block makes dq, dk and dv of a KV head: keys and
 // values lie in shared memory, and queries, dout and out come in tiles. A warp owns 16 keys, whose dk and dv it sums up
 // in registers. dS of a tile is exchanged in shared memory, and each sum of dq is then made by one warp over all keys.
-// So there are no atomics, no workspace and no other launch, and the order of every sum is fixed.
+// So there are no atomics, no workspace and no other launch, and the order of every sum is fixed. Only the gradient of
+// a sink takes two more launches: the first stage of other backwards, whose delta it sums up, and its own.
 #pragma once
 
 #include "cuda/host/launch.cuh"
@@ -9,6 +10,8 @@
 #include "cuda/sm80/whole_heads/head_rows.cuh"
 #include "cuda/sm80/whole_heads/heads_policies.cuh"
 #include "cuda/sm80/whole_heads/plan.h"
+#include "cuda/stages/backward_finish.cuh"
+#include "cuda/stages/backward_stages.h"
 #include "cuda/table/kernel_table.h"
 #include "cuda/tile/products.cuh"
 #include "cuda/tile/store_row.cuh"
@@ -270,6 +273,14 @@ __global__ void __launch_bounds__(HeadsBackward<T, kHeadDim, kOptions>::kTile.wa
   HeadsBackward<T, kHeadDim, kOptions>(p, rule, plan, reinterpret_cast<T*>(shared)).run();
 }
 
+// For the gradient of a sink, without sums of dq.
+inline BackwardWorkspace sink_workspace(const AttnGradParams& p) { return {p, kRowStep, 0, 1}; }
+
+template <class T, int kHeadDim, Options kOptions>
+size_t heads_backward_bytes(const AttnGradParams& p) {
+  return p.dsink ? static_cast<size_t>(sink_workspace(p).bytes) : 0;
+}
+
 template <class T, int kHeadDim, Options kOptions>
 void heads_backward(const AttnGradParams& p) {
   using Kernel = HeadsBackward<T, kHeadDim, kOptions>;
@@ -278,6 +289,10 @@ void heads_backward(const AttnGradParams& p) {
   launch_early(heads_backward_kernel<T, kHeadDim, kOptions>, kName, p, row_of_blocks(p.batch * p.heads_k, kName, p),
                plan.warps() * 32, static_cast<int>(plan.shared_bytes(kHeadDim)), p, Kernel::Rule::of(p, plan.keys),
                plan);
+  if (!p.dsink) return;
+  const BackwardWorkspace workspace = sink_workspace(p);
+  launch_prepare<T>(p, workspace);
+  launch_dsink(p, workspace);
 }
 
 }  // namespace flashattn_ext::sm80

@@ -17,11 +17,10 @@ constexpr int kRowStep = 16;
 FLASHATTN_HOST_DEVICE constexpr int whole_steps(int rows) { return (rows + kRowStep - 1) / kRowStep * kRowStep; }
 
 // Whether the backward of whole heads may run a call, for the options of a row of the table. It reads whole vectors of
-// `out`, and forms the gradient of a bias of any shape unless rows share it, and no gradient of other biases and of a
-// sink.
+// `out`, and forms the gradient of a bias of any shape unless rows share it, and no gradient of other biases.
 inline bool runs_in_whole_heads(const AttnGradParams& p) {
   const bool of_keys = p.dbias.data && p.dbias.row_stride == 0 && p.seqlen_q > 1;
-  return may_run_short_kernels(p) && !of_keys && !p.dsink && !p.dalibi_slopes && !p.drelative_bias &&
+  return may_run_short_kernels(p) && !of_keys && !p.dalibi_slopes && !p.drelative_bias &&
          rows_are_aligned(p.out, p.head_dim_v, 2);
 }
 
