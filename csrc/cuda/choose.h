@@ -350,9 +350,8 @@ class Chooser {
   // 180. Beside sm80/: 64x256 12x64 145 and 181; but dropout 64x128 12x64 41.9 and 36.0.
   int64_t most_keys_of_whole_heads(const AttnParams& p, Options kernel, int columns) const {
     const Options options = options_of(p);
-    const bool is_plain = kernel == kPlain;
-    if (is_plain && is_hopper()) return columns > 64 ? (p.seqlen_q <= 512 ? 64 : 0) : columns > 32 ? 80 : 256;
-    if (is_plain) return columns > 64 ? 128 : columns > 32 ? 208 : 256;
+    if (kernel == kPlain && is_hopper()) return columns > 64 ? (p.seqlen_q <= 512 ? 64 : 0) : columns > 32 ? 80 : 256;
+    if (kernel == kPlain) return columns > 64 ? 128 : columns > 32 ? 208 : 256;
     if (is_hopper()) return options & kRare ? 208 : columns > 32 ? 64 : 96;
     return options & (kScores | kBias | kRare) ? 256 : 96;
   }
@@ -398,24 +397,25 @@ class Chooser {
     return brief && 4 * products(brief) <= 3 * products(plain) ? brief : TableRow{};
   }
   TableRow heads_forward_row(const AttnParams& p, const KernelCall& call) const {
-    const TableRow row = first<Stage::kSm80HeadsForward>(sm80::heads_call(p, call));
+    const TableRow row = first<Stage::kSm80HeadsForward>(sm80::heads_call(p, call, 128));
     if (!row || call.is_invariant || !may_run_short_kernels(p)) return {};
     const auto& kernel = table_row<Stage::kSm80HeadsForward>(row);
     const int columns = kernel.head_dims.qk;
-    const bool holds_bias = kernel.options == kAnyBias;
     if (p.seqlen_k > most_keys_of_whole_heads(p, kernel.options, columns)) return {};
-    const auto plan = sm80::HeadsForwardPlan::of(p, compiled_tile(kernel.tiles), gpu_.multiprocessors, holds_bias);
+    const auto tile = compiled_tile(kernel.tiles);
+    const auto plan = sm80::HeadsForwardPlan::of(p, tile, gpu_.multiprocessors, kernel.options);
     return has_room(plan.shared_bytes(columns), plan.blocks(p)) ? row : TableRow{};
   }
   TableRow heads_backward_row(const AttnGradParams& p, const KernelCall& call) const {
-    const TableRow row = first<Stage::kSm80HeadsBackward>(sm80::heads_call(p, call));
+    const TableRow row = first<Stage::kSm80HeadsBackward>(sm80::heads_call(p, call, 256));
     if (!row || !sm80::runs_in_whole_heads(p)) return {};
     const auto& kernel = table_row<Stage::kSm80HeadsBackward>(row);
-    const sm80::HeadsBackwardTile tile = compiled_tile(kernel.tiles);
     const int columns = kernel.head_dims.qk;
-    if (p.seqlen_k > most_keys_of_whole_heads(p, kernel.options, columns)) return {};
-    const auto plan = sm80::HeadsBackwardPlan::of(p, tile, kernel.options == kAnyBias);
-    const bool fits = plan.warps() <= tile.warps && has_room(plan.shared_bytes(columns), p.batch * p.heads_k);
+    const auto plan = sm80::HeadsBackwardPlan::of(p, compiled_tile(kernel.tiles), kernel.options);
+    const bool fits = p.seqlen_k <= most_keys_of_whole_heads(p, kernel.options, columns) &&
+                      plan.warps() <= compiled_tile(kernel.tiles).warps &&
+                      has_room(plan.shared_bytes(columns), p.batch * p.heads_k);
+    if (!fits && kernel.options == kAnyBias) return heads_backward_row(p, sm80::with_every_option(call));
     return fits && has_few_queries_for_whole_heads(p, kernel.options, columns) ? row : TableRow{};
   }
 

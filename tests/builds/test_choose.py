@@ -183,7 +183,8 @@ CALLS = {
     "backward Sq=64 Sk=64 softcap=30 D=64": "tiles kSm80HeadsBackward aligned 0",
     "backward Sq=65 Sk=65 softcap=30 D=64": "tiles kSm90Backward aligned 0",
     "backward Sq=128 Sk=128 softcap=30 D=64 sm80=1": "tiles kSm80HeadsBackward aligned 0",
-    # With a bias alone, of 16 bits, as many keys as fit; another one runs the kernels of every option.
+    # With a bias alone, of 16 bits, as many keys as fit; another one, and where it does not fit, the kernels of every option.
+    "backward Sq=96 Sk=96 D=64 bias=1 sm80=1 shared=99": "tiles kSm80HeadsBackward aligned 0",
     "backward Sq=256 Sk=256 D=64 bias=1": "tiles kSm80HeadsBackward aligned 0",
     "backward Sq=197 Sk=197 D=64 bias=1": "tiles kSm80HeadsBackward aligned 0",
     "backward Sq=257 Sk=257 D=64 bias=1": "tiles kSm80Backward aligned 0",

@@ -187,7 +187,7 @@ inline constexpr KernelRow<sm80::HeadsBackwardTile> kSm80HeadsBackward[] = {
     // 128x64, 16 heads: 111.6, where reads and writes take 67 at 4 TB/s; no figures of other tiles
     {k16Bit, 128, kPlain, kOtherGpus, 0, {{64, 32, 64, 8, 1}}},
     // no figures of other tiles:
-    {k16Bit, 32,  kAnyBias,  kEveryGpu, 0, {{64, 32, 32, 16, 1}}},
+    {k16Bit, 32,  kAnyBias,  kEveryGpu, 4, {{64, 32, 32, 16, 1}}},
     {k16Bit, 64,  kAnyBias,  kEveryGpu, 0, {{64, 16, 32, 16, 1}}},
     {k16Bit, 32,  kUnmasked, kEveryGpu, 0, {{64, 16, 32, 12, 1}}},
     {k16Bit, 64,  kUnmasked, kEveryGpu, 0, {{64, 16, 32, 8, 1}}},

@@ -24,7 +24,7 @@ struct HeadsBackward {
   using Tile = SwizzledTile<T, kHeadDim>;
   using Element = T;
   using Gradients = typename HeadsPolicies<kOptions>::Gradients;
-  static constexpr bool kHoldsBias = Gradients::kHoldsBias;
+  static constexpr bool kHoldsBias = holds_bias(kOptions);  // of a tile of queries, in shared memory
   using Rule = typename Gradients::Rule;
   using Mask = typename HeadsPolicies<kOptions>::Mask;
   static constexpr HeadsBackwardTile kTile = tile_of<kernel_table::kSm80HeadsBackward, T, kHeadDim, kOptions>();
@@ -284,7 +284,7 @@ size_t heads_backward_bytes(const AttnGradParams& p) {
 template <class T, int kHeadDim, Options kOptions>
 void heads_backward(const AttnGradParams& p) {
   using Kernel = HeadsBackward<T, kHeadDim, kOptions>;
-  const HeadsBackwardPlan plan = HeadsBackwardPlan::of(p, Kernel::kTile, Kernel::kHoldsBias);
+  const HeadsBackwardPlan plan = HeadsBackwardPlan::of(p, Kernel::kTile, kOptions);
   constexpr const char* kName = "backward of heads";
   launch_early(heads_backward_kernel<T, kHeadDim, kOptions>, kName, p, row_of_blocks(p.batch * p.heads_k, kName, p),
                plan.warps() * 32, static_cast<int>(plan.shared_bytes(kHeadDim)), p, Kernel::Rule::of(p, plan.keys),

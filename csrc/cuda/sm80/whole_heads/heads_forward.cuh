@@ -30,7 +30,7 @@ struct HeadsForward {
   static constexpr HeadsForwardTile kTile = tile_of<kernel_table::kSm80HeadsForward, T, kHeadDim, kOptions>();
   static constexpr int kKeys = kTile.keys;  // of a step
   static constexpr int kLeastKeys = Policies::kLeastKeys;
-  static constexpr bool kHoldsBias = Policies::Gradients::kHoldsBias;  // the bias of a unit is in shared memory
+  static constexpr bool kHoldsBias = holds_bias(kOptions);  // of each warp's unit, in shared memory
   using Scoring = typename Policies::template Scoring<T, kKeys>;
   using Rule = typename Scoring::Rule;
   static constexpr int kSteps = kHeadDim / Core::kK, kOutTiles = kHeadDim / 8;
@@ -272,7 +272,7 @@ __global__ void __launch_bounds__(HeadsForward<T, kHeadDim, kOptions>::kTile.war
 template <class T, int kHeadDim, Options kOptions>
 void heads_forward(const AttnParams& p) {
   using Kernel = HeadsForward<T, kHeadDim, kOptions>;
-  const HeadsForwardPlan plan = HeadsForwardPlan::of(p, Kernel::kTile, multiprocessors(), Kernel::kHoldsBias);
+  const HeadsForwardPlan plan = HeadsForwardPlan::of(p, Kernel::kTile, multiprocessors(), kOptions);
   constexpr const char* kName = "forward of heads";
   launch_early(heads_forward_kernel<T, kHeadDim, kOptions>, kName, p, row_of_blocks(plan.blocks(p), kName, p),
                plan.warps * 32, static_cast<int>(plan.shared_bytes(kHeadDim)), p, Kernel::Rule::of(p), plan);

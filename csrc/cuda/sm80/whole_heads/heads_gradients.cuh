@@ -5,10 +5,6 @@
 //                        before the products of the queries from `query` on, within the tile: what is read ahead
 //   weigh_and_differentiate(kernel, tile, now, query, begun, weights, dscores)
 //                        S^T of these queries becomes P^T with dropout applied, and dP^T becomes dS^T
-//   kHoldsBias           whether the kernel has the bias of a tile of queries in shared memory
-//   (held_bias_gradients.cuh) kHoldsBias           whether the bias of a tile of queries is in shared memory:
-//   held_bias_gradients.cuh has what else such a
-//                        policy has
 #pragma once
 
 #include "cuda/score/large_rows.cuh"
@@ -29,7 +25,6 @@ struct NothingAhead {
 
 // No option of a score.
 struct PlainHeadGradients : NothingAhead {
-  static constexpr bool kHoldsBias = false;
   struct Rule : ScoreRule<float, PlainProducts<false>> {
     static Rule of(const AttnGradParams& p, int) { return {ScoreRule::of(p)}; }
     __device__ __forceinline__ float gradient_scale() const { return softmax_scale; }
@@ -66,7 +61,6 @@ struct PlainHeadGradients : NothingAhead {
 
 // Options of a score, biases and dropout, found out at run time, with the gradient of a bias of any shape.
 struct GeneralHeadGradients {
-  static constexpr bool kHoldsBias = false;
   struct Rule : GeneralWorkspace {  // without buffers
     static Rule of(const AttnGradParams& p, int keys) {
       return {GeneralWorkspace(p, BackwardWorkspace(p, kRowStep, kRowStep, 1), keys, 1)};

@@ -174,8 +174,6 @@ struct HeldBiasGradient {
 };
 
 struct BiasedHeadGradients : NothingAhead {
-  static constexpr bool kHoldsBias = true;
-
   struct Rule {
     float softmax_scale, factor;
     bool dbias_is_sum;

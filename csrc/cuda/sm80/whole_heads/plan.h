@@ -24,13 +24,19 @@ inline bool runs_in_whole_heads(const AttnGradParams& p) {
          rows_are_aligned(p.out, p.head_dim_v, 2);
 }
 
-// The call that finds the row of the table. The kernels of a bias alone hold it in shared memory, in the inputs' 16
-// bits; a call with another bias, or with none, runs the kernels of every option.
-inline KernelCall heads_call(const AttnParams& p, KernelCall call) {
-  const bool holds_bias = p.bias.data && p.bias.dtype == p.dtype;
-  if (call.options != kPlain && !holds_bias) call.options = call.options | kUnmasked;
+// The call whose row is the kernel of every option.
+inline KernelCall with_every_option(KernelCall call) {
+  call.options = call.options | kUnmasked;
   return call;
 }
+// The call whose row is the kernel of `call`. Kernels of a bias alone hold it in shared memory, in the inputs' 16 bits,
+// and of up to most_keys keys. The forward holds that of 16 rows for each warp: of more than 128 keys it would leave
+// room for fewer warps.
+inline KernelCall heads_call(const AttnParams& p, const KernelCall& call, int64_t most_keys) {
+  const bool holds_bias = p.bias.data && p.bias.dtype == p.dtype && p.seqlen_k <= most_keys;
+  return call.options == kPlain || holds_bias ? call : with_every_option(call);
+}
+constexpr bool holds_bias(Options kernel) { return kernel == kAnyBias; }
 
 // How the bias of a tile of queries gets into shared memory: the vectors of each row, where rows are whole vectors
 // apart in memory; the vectors of all rows together, where one row follows another; single elements otherwise.
@@ -61,7 +67,7 @@ struct HeadsForwardPlan : UnitPlan {
   // Warps have two units each or, of longer sequences, three or four, so that the copies of one thread block overlap
   // the products of others. A warp with one unit is faster where a multiprocessor has few. Thread blocks of long
   // sequences have 16 units.
-  static HeadsForwardPlan of(const AttnParams& p, const HeadsForwardTile& tile, int multiprocessors, bool holds_bias) {
+  static HeadsForwardPlan of(const AttnParams& p, const HeadsForwardTile& tile, int multiprocessors, Options kernel) {
     constexpr int kFewUnits = 16, kPairs = 8, kThrees = 24, kLongBlock = 16;
     const int units = static_cast<int>(tile_count(p.seqlen_q, kRowStep)), group = static_cast<int>(p.group_size());
     const int all = units * group;
@@ -78,7 +84,7 @@ struct HeadsForwardPlan : UnitPlan {
     warps = std::min(warps, tile.warps);
     const int parts = static_cast<int>(tile_count(all, warps * rounds));
     const int keys = whole_steps(whole_steps(static_cast<int>(p.seqlen_k)) / 2) * 2;  // of steps of at least 32 too
-    const HeadBiasPlan bias = holds_bias ? HeadBiasPlan::of(p, keys) : HeadBiasPlan();
+    const HeadBiasPlan bias = holds_bias(kernel) ? HeadBiasPlan::of(p, keys) : HeadBiasPlan();
     return {{parts, (all + parts - 1) / parts, units, group, keys}, warps, bias};
   }
   // columns: the class of head dims, of 16-bit elements. Behind the tiles come the generator of dropout and a barrier,
@@ -97,12 +103,12 @@ struct HeadsBackwardPlan {
   int stages;  // of tiles of queries in shared memory, 1 or 2
   HeadBiasPlan bias;
 
-  // holds_bias: whether the kernel has the bias of a tile of queries in shared memory.
-  static HeadsBackwardPlan of(const AttnParams& p, const HeadsBackwardTile& tile, bool holds_bias) {
+  // kernel: its options.
+  static HeadsBackwardPlan of(const AttnParams& p, const HeadsBackwardTile& tile, Options kernel) {
     const int tiles = static_cast<int>(tile_count(p.seqlen_q, tile.queries)), group = static_cast<int>(p.group_size());
     const int rows = static_cast<int>(tile_count(std::min<int64_t>(p.seqlen_q, tile.queries), tile.step)) * tile.step;
     const int keys = std::max(kRowStep, whole_steps(static_cast<int>(p.seqlen_k)));
-    const HeadBiasPlan bias = holds_bias ? HeadBiasPlan::of(p, keys) : HeadBiasPlan();
+    const HeadBiasPlan bias = holds_bias(kernel) ? HeadBiasPlan::of(p, keys) : HeadBiasPlan();
     return {keys, rows, tiles, group, tiles * group > 1 ? 2 : 1, bias};
   }
   FLASHATTN_HOST_DEVICE int warps() const { return keys / kRowStep; }
