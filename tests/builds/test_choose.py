@@ -194,6 +194,8 @@ CALLS = {
     "backward Sq=65 Sk=65 D=64 bias=32": "tiles kSm80Backward aligned 0",
     "backward Sq=64 Sk=64 D=64 bias=32": "tiles kSm80HeadsBackward aligned 0",
     "backward Sq=72 Sk=72 D=64 bias=1 softcap=30": "tiles kSm80Backward aligned 0",
+    "forward Sq=128 Sk=128 D=64 bias=1": "tiles kSm80HeadsForward aligned 0",
+    "forward Sq=136 Sk=136 D=32 bias=1": "tiles kSm90Forward aligned 0",
     "forward Sq=197 Sk=197 D=64 bias=1": "tiles kSm80HeadsForward aligned 0",
     "forward Sq=197 Sk=197 D=64 bias=1 deterministic=1": "tiles kSm90Forward aligned 0",
     "backward Sq=16 Sk=4096": "few_rows kFewRowsBackward aligned 0",
