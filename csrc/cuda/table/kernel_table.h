@@ -174,7 +174,7 @@ inline constexpr KernelRow<sm80::HeadsForwardTile> kSm80HeadsForward[] = {
     {k16Bit, 64,  kPlain, kEveryGpu, 8, {{64, 8, 2}}},  // 256x49, 16 heads: 38.9, and 64x197, 12 heads: 49.2; 32 keys in 5 blocks of 4 warps: 38.2 and 57.9
     {k16Bit, 128, kPlain, kEveryGpu, 16, {{64, 4, 3}}},  // 128x64, 16 heads: 37.9; 32 keys: 39.1
     // no figures of other tiles:
-    {k16Bit, 32,  kAnyBias,  kEveryGpu, 0, {{64, 8, 2}}},
+    {k16Bit, 32,  kAnyBias,  kEveryGpu, 0, {{64, 4, 5}}},
     {k16Bit, 64,  kAnyBias,  kEveryGpu, 4, {{64, 8, 2}}},
     {k16Bit, 32,  kUnmasked, kEveryGpu, 40, {{32, 8, 2}}},
     {k16Bit, 64,  kUnmasked, kEveryGpu, 0, {{32, 4, 3}}},
