@@ -30,6 +30,7 @@ SUFFIXES = {
     "kGeneral": "_general",
     "kScores": "_scores",
     "kBias": "_bias",
+    "kAnyBias": "_bias",
     "kFp8Scores": "_fp8",
     "kFp8General": "_fp8",
 }

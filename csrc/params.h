@@ -218,7 +218,8 @@ struct AttnGradParams : AttnParams {
   TensorView dv;          // [B, Sk, Hk, Dv]
   void* dsink = nullptr;  // [Hq] fp32 (fp64 for fp64 inputs); nullptr when the sink needs no gradient
 
-  // Gradients of the biases, in the shapes above; nullptr where not needed. ops.cpp zeroes them.
+  // Gradients of the biases, in the shapes above; nullptr where not needed. ops.cpp zeroes them, but for a dbias of
+  // which the backend writes every element (Backend::writes_bias_gradient).
   void* dalibi_slopes = nullptr;   // fp32 (fp64 for fp64 inputs)
   void* drelative_bias = nullptr;  // fp32 (fp64 for fp64 inputs)
   // Not broadcast: in the dtype of the bias, and a kernel writes each visible element once. Broadcast (a stride of 0 in

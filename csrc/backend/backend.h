@@ -70,6 +70,9 @@ struct Backend {
   void (*max_logits)(const AttnParams& params, float* results) = nullptr;
   // Whether the forward writes AttnParams::centres. Where it does not, ops.cpp fills them with 0.
   bool writes_centres = false;
+  // Whether the backward of a call writes every element of the gradient of a bias that is not broadcast. Otherwise, or
+  // with nullptr, ops.cpp zeroes it before.
+  bool (*writes_bias_gradient)(const AttnGradParams& params) = nullptr;
   // Whether the forward writes AttnParams::lse_words. Where it does not, ops.cpp makes them from lse.
   bool writes_lse_words = false;
   // Whether forward and backward set the unowned rows of packed tensors, which belong to no sequence. Otherwise ops.cpp

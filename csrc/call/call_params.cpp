@@ -282,22 +282,21 @@ at::Tensor largest_of_rows(const AttnCall& c, const at::Tensor& row_maxima, cons
 
 namespace {
 
-at::Tensor zeros_in_huge_pages(at::IntArrayRef sizes, const at::TensorOptions& options) {
+at::Tensor empty_in_huge_pages(at::IntArrayRef sizes, const at::TensorOptions& options) {
   const at::Tensor t = at::empty(sizes, options);
   ask_for_huge_pages(t);
-  return t.zero_();
+  return t;
 }
 
 at::Tensor as_dtype(const at::Tensor& t, at::ScalarType dtype) {
   if (t.scalar_type() == dtype) return t;
-  const at::Tensor converted = at::empty(t.sizes(), t.options().dtype(dtype));
-  ask_for_huge_pages(converted);
-  return converted.copy_(t);
+  return empty_in_huge_pages(t.sizes(), t.options().dtype(dtype)).copy_(t);
 }
 
 }  // namespace
 
-BiasGradients zeroed_bias_gradients(const AttnCall& c, const BackwardCall& b, const Backend& backend) {
+BiasGradients zeroed_bias_gradients(const AttnCall& c, const BackwardCall& b, const Backend& backend,
+                                    const AttnGradParams* params) {
   const auto sums = c.q.options().dtype(c.statistics_dtype());
   BiasGradients zeroed;
   if (c.alibi_slopes && b.needs_dalibi_slopes) zeroed.alibi_slopes = at::zeros(c.alibi_slopes->sizes(), sums);
@@ -305,10 +304,17 @@ BiasGradients zeroed_bias_gradients(const AttnCall& c, const BackwardCall& b, co
   if (!c.bias || !b.needs_dbias) return zeroed;
   const std::vector<int64_t> scores{c.q.size(0), c.q.size(c.head_axis()), c.q.size(c.row_dim()), c.bias->size(3)};
   if (c.bias->sizes() == scores) {
-    zeroed.bias = zeros_in_huge_pages(scores, c.bias->options());
+    zeroed.bias = empty_in_huge_pages(scores, c.bias->options());
+    if (params && backend.writes_bias_gradient) {
+      AttnGradParams p = *params;
+      set_memory(zeroed, &p);
+      if (backend.writes_bias_gradient(p)) return zeroed;
+    }
+    zeroed.bias.zero_();
   } else {
     const bool in_order = &backend == &cpu_backend();  // the CPU backend adds in a fixed order
-    zeroed.bias = zeros_in_huge_pages(c.deterministic && !in_order ? at::IntArrayRef(scores) : c.bias->sizes(), sums);
+    const at::IntArrayRef sizes = c.deterministic && !in_order ? at::IntArrayRef(scores) : c.bias->sizes();
+    zeroed.bias = empty_in_huge_pages(sizes, sums).zero_();
   }
   return zeroed;
 }

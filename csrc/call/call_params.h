@@ -57,8 +57,10 @@ struct BiasGradients {
 // The buffers that the kernels of a readable call accumulate into: zeros in the dtype of the statistics. The
 // gradient of a bias that is not broadcast has the dtype of the bias. In a deterministic call on an accelerator the
 // gradient of the bias has one element per score even for a broadcast bias, so that no sum depends on the order in
-// which thread blocks run; finished() reduces it.
-BiasGradients zeroed_bias_gradients(const AttnCall& call, const BackwardCall& backward, const Backend& backend);
+// which thread blocks run; finished() reduces it. params: of the op `backward`, but for these buffers: a gradient that
+// the backend writes as a whole is not zeroed. nullptr: of another op.
+BiasGradients zeroed_bias_gradients(const AttnCall& call, const BackwardCall& backward, const Backend& backend,
+                                    const AttnGradParams* params);
 void set_memory(const BiasGradients& gradients, AttnGradParams* params);
 // The results in the shapes and dtypes of the given inputs; empty tensors for undefined gradients.
 BiasGradients finished(const BiasGradients& sums, const AttnCall& given);

@@ -347,28 +347,27 @@ class Chooser {
   // mma.sync, beside sm80/ and sm90/: 64x256 8x32 26.6, 42.6 and 36.2; 32x256 16x64 58 and 48 (sm80/); 128x64
   // 16x128 39.5, 73.9 and 48.0; 128x80 12x128 42.0, 70.4 and 39.5. With options, beside sm90/: a bias 256x64 6x32 24.8
   // and 47.1, 64x96 12x64 33.1 and 28.6; one whose rows TMA cannot copy 256x49 6x32 25.8 and 86.6, 64x197 12x64 142 and
-  // 180. Beside sm80/: 64x256 12x64 145 and 181; but dropout 64x128 12x64 41.9 and 36.0.
-  int64_t most_keys_of_whole_heads(const AttnParams& p, bool is_plain, int columns) const {
+  // 180. Beside sm80/: 64x256 12x64 145 and 181; but dropout 64x128 12x64 41.9 and 36.0. A bias alone: no figures.
+  int64_t most_keys_of_whole_heads(const AttnParams& p, Options kernel, int columns) const {
     const Options options = options_of(p);
-    if (is_plain && is_hopper()) return columns > 64 ? (p.seqlen_q <= 512 ? 64 : 0) : columns > 32 ? 80 : 256;
-    if (is_plain) return columns > 64 ? 128 : columns > 32 ? 208 : 256;
-    if (is_hopper()) return options & kRare ? 208 : columns > 32 ? 64 : 96;
+    if (kernel == kPlain && is_hopper()) return columns > 64 ? (p.seqlen_q <= 512 ? 64 : 0) : columns > 32 ? 80 : 256;
+    if (kernel == kPlain) return columns > 64 ? 128 : columns > 32 ? 208 : 256;
+    if (is_hopper()) return options & kRare ? 208 : kernel == kAnyBias ? 128 : columns > 32 ? 64 : 96;
     return options & (kScores | kBias | kRare) ? 256 : 96;
   }
   // The backward, beside sm80/ and the faster ones of sm90/: 64x197 12x32 87.8, 174 and 101; 64x256 8x32 68.4, 132 and
-  // 64.7; 64x96 12x64 67.5, 103 and 70.0; 64x128 12x64 78.5, 124 and 67.9. With a bias and its gradient: 256x49
-  // 6x32 82.9 and 233, 64x64 12x64 56.9 and 82.7, 256x96 6x32 224 and 202; beside sm80/ 256x128 6x32 283 and 455. With
-  // dropout beside sm80/: 64x64 12x64 42.5 and 67.6, 64x96 102 and 90.
-  int64_t most_keys_of_whole_heads(const AttnGradParams& p, bool is_plain, int columns) const {
-    if (is_plain && is_hopper()) return columns > 32 ? 96 : 208;
-    if (is_plain) return columns > 64 ? 128 : 256;
+  // 64.7; 64x96 12x64 67.5, 103 and 70.0; 64x128 12x64 78.5, 124 and 67.9. With dropout beside sm80/: 64x64 12x64 42.5
+  // and 67.6, 64x96 102 and 90. Kernels of a bias alone: as many keys as they hold, without figures of more than 64.
+  int64_t most_keys_of_whole_heads(const AttnGradParams& p, Options kernel, int columns) const {
+    if (kernel == kPlain) return is_hopper() ? (columns > 32 ? 96 : 208) : columns > 64 ? 128 : 256;
+    if (kernel == kAnyBias) return 256;
     return !is_hopper() && options_of(p) & (kScores | kBias | kRare) ? 128 : 64;
   }
   // A thread block of the backward walks over all queries of a KV head: 64x256:64 8x64 60.0, 92.9 and 41.8; 64x512:64
   // 8x64 109, 169 and 69; 4x4096:77 8x64 364, 306 and 119.
-  bool has_few_queries_for_whole_heads(const AttnGradParams& p, bool is_plain, int columns) const {
+  bool has_few_queries_for_whole_heads(const AttnGradParams& p, Options kernel, int columns) const {
     const int64_t queries = p.seqlen_q * p.group_size();
-    if (is_plain && !is_hopper()) return queries <= 512;
+    if (kernel == kAnyBias || (kernel == kPlain && !is_hopper())) return queries <= 512;
     return queries <= 256 && (columns <= 32 || p.seqlen_q <= 128);
   }
 
@@ -398,25 +397,26 @@ class Chooser {
     return brief && 4 * products(brief) <= 3 * products(plain) ? brief : TableRow{};
   }
   TableRow heads_forward_row(const AttnParams& p, const KernelCall& call) const {
-    const TableRow row = first<Stage::kSm80HeadsForward>(call);
+    const TableRow row = first<Stage::kSm80HeadsForward>(sm80::heads_call(p, call, 128));
     if (!row || call.is_invariant || !may_run_short_kernels(p)) return {};
     const auto& kernel = table_row<Stage::kSm80HeadsForward>(row);
     const int columns = kernel.head_dims.qk;
-    if (p.seqlen_k > most_keys_of_whole_heads(p, kernel.options == kPlain, columns)) return {};
-    const auto plan = sm80::HeadsForwardPlan::of(p, compiled_tile(kernel.tiles), gpu_.multiprocessors);
+    if (p.seqlen_k > most_keys_of_whole_heads(p, kernel.options, columns)) return {};
+    const auto tile = compiled_tile(kernel.tiles);
+    const auto plan = sm80::HeadsForwardPlan::of(p, tile, gpu_.multiprocessors, kernel.options);
     return has_room(plan.shared_bytes(columns), plan.blocks(p)) ? row : TableRow{};
   }
   TableRow heads_backward_row(const AttnGradParams& p, const KernelCall& call) const {
-    const TableRow row = first<Stage::kSm80HeadsBackward>(call);
+    const TableRow row = first<Stage::kSm80HeadsBackward>(sm80::heads_call(p, call, 256));
     if (!row || !sm80::runs_in_whole_heads(p)) return {};
     const auto& kernel = table_row<Stage::kSm80HeadsBackward>(row);
-    const sm80::HeadsBackwardTile tile = compiled_tile(kernel.tiles);
     const int columns = kernel.head_dims.qk;
-    const bool is_plain = kernel.options == kPlain;
-    if (p.seqlen_k > most_keys_of_whole_heads(p, is_plain, columns)) return {};
-    const auto plan = sm80::HeadsBackwardPlan::of(p, tile);
-    const bool fits = plan.warps() <= tile.warps && has_room(plan.shared_bytes(columns), p.batch * p.heads_k);
-    return fits && has_few_queries_for_whole_heads(p, is_plain, columns) ? row : TableRow{};
+    const auto plan = sm80::HeadsBackwardPlan::of(p, compiled_tile(kernel.tiles), kernel.options);
+    const bool fits = p.seqlen_k <= most_keys_of_whole_heads(p, kernel.options, columns) &&
+                      plan.warps() <= compiled_tile(kernel.tiles).warps &&
+                      has_room(plan.shared_bytes(columns), p.batch * p.heads_k);
+    if (!fits && kernel.options == kAnyBias) return heads_backward_row(p, sm80::with_every_option(call));
+    return fits && has_few_queries_for_whole_heads(p, kernel.options, columns) ? row : TableRow{};
   }
 
   // --- values in e4m3 ------------------------------------------------------------------------------------------------

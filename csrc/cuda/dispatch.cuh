@@ -97,7 +97,8 @@ struct EveryGpu {
     kernel_of<Stage::kSm80Backward>(row).backward(p);
   }
   static size_t backward_bytes(const TableRow& row, const AttnGradParams& p) {
-    if (row.stage == Stage::kSm80HeadsBackward) return 0;
+    if (row.stage == Stage::kSm80HeadsBackward)
+      return kernel_of<Stage::kSm80HeadsBackward>(row).heads_backward_bytes(p);
     return kernel_of<Stage::kSm80Backward>(row).backward_bytes(p);
   }
   static void run_jvp(const TableRow& row, const JvpParams& p) { kernel_of<Stage::kSm80Jvp>(row).jvp(p); }
@@ -129,6 +130,7 @@ class Dispatch {
     backend.mask_extremes = cuda_mask_extremes;
     backend.max_logits = cuda_max_logits;
     backend.writes_centres = backend.writes_lse_words = true;
+    backend.writes_bias_gradient = writes_bias_gradient;
     backend.sets_unowned_rows = true;
     backend.supports_derivatives = supports_derivatives;
     backend.jvp_workspace_bytes = jvp_workspace_bytes;
@@ -312,6 +314,10 @@ class Dispatch {
     const AttnGradParams call = align_inputs(p);
     choice.way == Way::kFewRows ? decode::run_few_rows(call, Architecture::few_rows_kernel(choice.row))
                                 : Architecture::run_backward(choice.row, call);
+  }
+  static bool writes_bias_gradient(const AttnGradParams& p) {
+    const TableRow row = choice_of(p).row;
+    return row.stage == Stage::kSm80HeadsBackward && table_row<Stage::kSm80HeadsBackward>(row).options == kAnyBias;
   }
   static size_t jvp_workspace_bytes(const JvpParams& p) {
     return static_cast<size_t>(aligned_copy_bytes(p)) + Architecture::jvp_bytes(jvp_row(p));

@@ -58,12 +58,18 @@ int main() {
       if (number("causal", 0)) call.window_right = 0;
       if (number("mask", 0)) call.intervals.data = static_cast<const int32_t*>(call.q.data);
       if (number("blocks", 0)) call.blocks.lists = static_cast<const int32_t*>(call.q.data);
+      if (number("bias", 0)) {
+        const int64_t scores = call.seqlen_q * call.seqlen_k;
+        call.bias = {call.q.data, call.dtype, call.heads_q * scores, scores, call.seqlen_k};
+        if (number("bias", 0) == 32) call.bias.dtype = DType::kFloat32;
+      }
       call.softcap = static_cast<double>(number("softcap", 0));
       call.invariant = number("invariant", 0) != 0;
       call.deterministic = number("deterministic", 0) != 0;
     };
     fill(p), fill(g);
-    g.dk = g.dv = g.k;
+    g.dk = g.dv = g.k, g.dbias = g.bias;
+    if (number("sink", 0)) g.dsink = g.q.data;
     p.cache.entries = p.batch, p.cache.page_size = p.seqlen_k;
     const Gpu gpu{static_cast<int>(number("processors", 132)), static_cast<int>(number("shared", 227)) * 1024};
     const Chooser chooser(number("sm80", 0) ? Family::kEveryGpu : Family::kHopper, gpu);
@@ -173,9 +179,25 @@ CALLS = {
     "backward Hk=1 Hq=8 Sq=64 Sk=64 D=64 causal=1": "tiles kSm90Backward aligned 0",
     "backward Sq=49 Sk=49": "tiles kSm90Backward aligned 0",
     "backward Sq=49 Sk=49 sm80=1": "tiles kSm80HeadsBackward aligned 0",
+    "backward Sq=64 Sk=64 sink=1 D=64": "tiles kSm80HeadsBackward aligned 0",
     "backward Sq=64 Sk=64 softcap=30 D=64": "tiles kSm80HeadsBackward aligned 0",
     "backward Sq=65 Sk=65 softcap=30 D=64": "tiles kSm90Backward aligned 0",
     "backward Sq=128 Sk=128 softcap=30 D=64 sm80=1": "tiles kSm80HeadsBackward aligned 0",
+    # With a bias alone, of 16 bits, as many keys as fit; another one, and where it does not fit, the kernels of every option.
+    "backward Sq=96 Sk=96 D=64 bias=1 sm80=1 shared=99": "tiles kSm80HeadsBackward aligned 0",
+    "backward Sq=256 Sk=256 D=64 bias=1": "tiles kSm80HeadsBackward aligned 0",
+    "backward Sq=197 Sk=197 D=64 bias=1": "tiles kSm80HeadsBackward aligned 0",
+    "backward Sq=257 Sk=257 D=64 bias=1": "tiles kSm80Backward aligned 0",
+    "backward Sq=600 Sk=64 D=64 bias=1": "tiles kSm90Backward aligned 0",
+    "backward Sq=256 Sk=256 D=64 bias=1 sm80=1 shared=163": "tiles kSm80Backward aligned 0",
+    "backward Sq=197 Sk=197 D=32 bias=1 sm80=1 shared=163": "tiles kSm80HeadsBackward aligned 0",
+    "backward Sq=65 Sk=65 D=64 bias=32": "tiles kSm80Backward aligned 0",
+    "backward Sq=64 Sk=64 D=64 bias=32": "tiles kSm80HeadsBackward aligned 0",
+    "backward Sq=72 Sk=72 D=64 bias=1 softcap=30": "tiles kSm80Backward aligned 0",
+    "forward Sq=128 Sk=128 D=64 bias=1": "tiles kSm80HeadsForward aligned 0",
+    "forward Sq=136 Sk=136 D=32 bias=1": "tiles kSm90Forward aligned 0",
+    "forward Sq=197 Sk=197 D=64 bias=1": "tiles kSm80HeadsForward aligned 0",
+    "forward Sq=197 Sk=197 D=64 bias=1 deterministic=1": "tiles kSm90Forward aligned 0",
     "backward Sq=16 Sk=4096": "few_rows kFewRowsBackward aligned 0",
     "backward Sq=17 Sk=4096": "few_rows kSm90Resident aligned 0",
     "backward Sq=64 Sk=4096 sm80=1 shared=99": "tiles kSm80Backward aligned 0",

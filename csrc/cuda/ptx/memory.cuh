@@ -100,6 +100,11 @@ __device__ __forceinline__ void add_fragment_at(float* place, const float (&x)[4
 __device__ __forceinline__ void add_fragment(float* fragment, const float (&x)[4]) {
   add_fragment_at(place_in_fragment(fragment), x);
 }
+// Adds four numbers, 16-byte aligned; Hopper only.
+__device__ __forceinline__ void add_vector(float* to, const float (&x)[4]) {
+  asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};\n" ::"l"(to), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3])
+               : "memory");
+}
 // Adds a fragment if `wanted`, without a branch; Hopper only.
 __device__ __forceinline__ void add_fragment_if(bool wanted, float* fragment, const float (&x)[4]) {
   asm volatile(

@@ -9,6 +9,14 @@
 
 namespace flashattn_ext {
 
+// Adds an element of a bias to a logit in units of log2, rounded once in every kernel. Element: of the bias; fp16 has
+// no number that narrowed() changes.
+template <class Element>
+__device__ __forceinline__ void add_log(float& logit, float bias) {
+  const float narrow = std::is_same_v<Element, __half> ? bias : narrowed_beyond(kNarrowsFrom<float>, bias);
+  logit = bias == -infinity() ? -infinity() : fmaf(narrow, kLog2E<float>, logit);
+}
+
 // The biases of one head and one tile of a warp, of kRowTiles row tiles and kColumnTiles column tiles of accumulators.
 // T: the input type.
 template <class T, bool kTransposed, int kRowTiles, int kColumnTiles>
@@ -82,12 +90,6 @@ struct TileBias : DistanceBias<kTransposed, kRowTiles, kColumnTiles> {
   }
 
  protected:
-  // Rounded once, in every kernel. Element: of the bias; fp16 has no number that narrowed() changes.
-  template <class Element>
-  static __device__ __forceinline__ void add_log(float& logit, float bias) {
-    const float narrow = std::is_same_v<Element, __half> ? bias : narrowed_beyond(kNarrowsFrom<float>, bias);
-    logit = bias == -infinity() ? -infinity() : fmaf(narrow, kLog2E<float>, logit);
-  }
   template <class Element>
   __device__ __forceinline__ const Element* element(int rows, int keys) const {
     return static_cast<const Element*>(head.bias) + (place.row + rows) * head.row_stride + place.key + keys;
@@ -176,7 +178,7 @@ struct TileBiasAhead : TileBias<T, kTransposed, kRowTiles, kColumnTiles> {
     Base::Distances::add_columns(logits, n0);
     if (!this->has_bias) return;
     each_element<kRowTiles, kCount>(
-        [&](int i, int n, int e) { Base::template add_log<float>(logits[i][n][e], elements[i][n0 + n][e]); });
+        [&](int i, int n, int e) { add_log<float>(logits[i][n][e], elements[i][n0 + n][e]); });
   }
 };
 

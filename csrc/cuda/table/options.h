@@ -14,6 +14,7 @@ enum Options : unsigned {
   kScores = 4,     // an option of a score (params.h), ALiBi or a relative bias
   kBias = 8,       // a bias of any shape in the inputs' 16 bits, whose tiles TMA can copy
   kRare = 16,      // any other bias, gradients of biases that few kernels can form, an origin that places rows
+  kAnyBias = 24,   // both of these
   kBlocks = 256,   // a BlockMask
   kMasks = 258,    // a Mask or a BlockMask: no call has both
   kUnmasked = 29,  // all but kMasks

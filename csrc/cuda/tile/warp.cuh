@@ -63,15 +63,17 @@ __device__ __forceinline__ float warp_sum(float x) {
   return x;
 }
 
-// Transposes four words in each of four lanes: lane t gets word t of every lane, in the order of lanes.
-__device__ __forceinline__ void transpose_quad(uint32_t (&x)[4]) {
+// Transposes four words in each of four lanes: lane t gets word t of every lane, in the order of lanes. kLanes: 1 for
+// neighbouring lanes; or how far apart the lanes are, a power of two, with t the number among the four.
+template <int kLanes = 1, class Word>
+__device__ __forceinline__ void transpose_quad(Word (&x)[4]) {
 #pragma unroll
   for (int step = 1; step <= 2; step *= 2) {
-    const bool upper = threadIdx.x & step;
+    const bool upper = threadIdx.x & step * kLanes;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       if (i & step) continue;
-      const uint32_t received = __shfl_xor_sync(~0u, upper ? x[i] : x[i + step], step);
+      const Word received = __shfl_xor_sync(~0u, upper ? x[i] : x[i + step], step * kLanes);
       (upper ? x[i] : x[i + step]) = received;
     }
   }

@@ -74,9 +74,9 @@ inline constexpr ForwardOfLessShared kForwardsOfLessShared[] = {
 };
 template <class T, int kHeadDim, Options kOptions, int kShared>
 constexpr const ForwardOfLessShared* forward_of_less_shared() {
-  if (sizeof(T) != 2 || kOptions != kPlain) return nullptr;
+  constexpr bool kMayHaveOne = sizeof(T) == 2 && kOptions == kPlain;
   for (const auto& entry : kForwardsOfLessShared) {
-    if (entry.head_dim == kHeadDim && entry.shared == kShared) return &entry;
+    if (kMayHaveOne && entry.head_dim == kHeadDim && entry.shared == kShared) return &entry;
   }
   return nullptr;
 }

@@ -1,7 +1,8 @@
 // Backward of short sequences on every GPU since Ampere. A thread block makes dq, dk and dv of a KV head: keys and
 // values lie in shared memory, and queries, dout and out come in tiles. A warp owns 16 keys, whose dk and dv it sums up
 // in registers. dS of a tile is exchanged in shared memory, and each sum of dq is then made by one warp over all keys.
-// So there are no atomics, no workspace and no other launch, and the order of every sum is fixed.
+// So there are no atomics, no workspace and no other launch, and the order of every sum is fixed. Only the gradient of
+// a sink takes two more launches: the first stage of other backwards, whose delta it sums up, and its own.
 #pragma once
 
 #include "cuda/host/launch.cuh"
@@ -9,6 +10,8 @@
 #include "cuda/sm80/whole_heads/head_rows.cuh"
 #include "cuda/sm80/whole_heads/heads_policies.cuh"
 #include "cuda/sm80/whole_heads/plan.h"
+#include "cuda/stages/backward_finish.cuh"
+#include "cuda/stages/backward_workspace.h"
 #include "cuda/table/kernel_table.h"
 #include "cuda/tile/products.cuh"
 #include "cuda/tile/store_row.cuh"
@@ -21,8 +24,10 @@ struct HeadsBackward {
   using Tile = SwizzledTile<T, kHeadDim>;
   using Element = T;
   using Gradients = typename HeadsPolicies<kOptions>::Gradients;
+  static constexpr bool kHoldsBias = holds_bias(kOptions);  // of a tile of queries, in shared memory
   using Rule = typename Gradients::Rule;
   using Mask = typename HeadsPolicies<kOptions>::Mask;
+  using Dropping = typename HeadsPolicies<kOptions>::Dropping;
   static constexpr HeadsBackwardTile kTile = tile_of<kernel_table::kSm80HeadsBackward, T, kHeadDim, kOptions>();
   static constexpr int kQueries = kTile.queries, kStep = kTile.step, kOutTiles = kHeadDim / 8;
   static constexpr int kQueryColumns = kTile.columns, kColumnParts = kHeadDim / kQueryColumns;
@@ -34,10 +39,12 @@ struct HeadsBackward {
     int h, row, rows;
   };
   // Its rows and statistics in shared memory. lse and delta are those of the tensors until add_statistics changes them;
-  // log2_sum is what Gradients::statistics gives besides.
+  // log2_sum is what Gradients::statistics gives besides. bias: where the kernel holds it, the element of the first row
+  // and key.
   struct Stage {
     T *q, *dout, *out;
     float *lse, *delta, *log2_sum;
+    T* bias;
   };
 
   const AttnGradParams& p;
@@ -71,7 +78,14 @@ struct HeadsBackward {
     T* const q = reinterpret_cast<T*>(first + number % 2 * plan.stage_bytes(kHeadDim));
     const int elements = plan.rows * Tile::kStride;
     float* const lse = reinterpret_cast<float*>(q + 3 * elements);
-    return {q, q + elements, q + 2 * elements, lse, lse + plan.rows, lse + 2 * plan.rows};
+    Stage all{q, q + elements, q + 2 * elements, lse, lse + plan.rows, lse + 2 * plan.rows, nullptr};
+    if constexpr (kHoldsBias) {
+      unsigned char* const biases = first + plan.stages * plan.stage_bytes(kHeadDim);
+      const QueryTile tile = query_tile(number);
+      all.bias = first_in_stage<T>(plan.bias, biases + number % 2 * plan.bias.tile_bytes(plan.rows),
+                                   bias_row<const T>(p.bias, b, tile.h, tile.row));
+    }
+    return all;
   }
   __device__ __forceinline__ QueryTile query_tile(int number) const {
     const int head = static_cast<int>(static_cast<unsigned>(number) / static_cast<unsigned>(plan.tiles));
@@ -98,6 +112,7 @@ struct HeadsBackward {
       __syncthreads();
       sum_keys(tile, now);
       __syncthreads();
+      if constexpr (kHoldsBias) HeldBiasGradient<HeadsBackward>{*this, tile, now.bias}.store();
       store_queries(tile);
       if (number + 1 == tiles()) break;
       __syncthreads();
@@ -131,6 +146,7 @@ struct HeadsBackward {
       ptx::cp_async_4(to.lse + i, row_statistic(p.lse, b, h, row + i), exists);
       if (p.dlse.data) ptx::cp_async_4(to.delta + i, row_statistic(p.dlse, b, h, row + i), exists);
     });
+    if constexpr (kHoldsBias) HeldBiasGradient<HeadsBackward>{*this, tile, to.bias}.load();
   }
 
   // lse and delta of a tile, as the first stage of other backwards computes them (stages/backward_prepare.cu). A
@@ -151,7 +167,8 @@ struct HeadsBackward {
     float dlse = 0;
     if (row < tile.rows) {
       const float lse = now.lse[row];
-      words = fabsf(lse) < LseWords<float>::kOneWord ? LseWords<float>::of_lse(lse) : words_of(tile, row);
+      const bool has_one_word = fabsf(lse) < LseWords<float>::kOneWord && !(Dropping::kDrops && p.has_dropout());
+      words = has_one_word ? LseWords<float>::of_lse(lse) : words_of(tile, row);
       if (p.dlse.data) dlse = now.delta[row];
     }
     const float2 statistics = Gradients::statistics(words);
@@ -160,7 +177,8 @@ struct HeadsBackward {
     now.delta[row] = ((has_one_weight(words) ? 0.f : delta) - dlse) / rule.keep_scale();
   }
   __device__ __forceinline__ LseWords<float> words_of(const QueryTile& tile, int row) const {
-    return LseWords<float>::of(p, b, tile.h, tile.row + row);
+    const int64_t at = tile.row + row;
+    return Dropping::kDrops ? words_of_backward(p, b, tile.h, at) : LseWords<float>::of(p, b, tile.h, at);
   }
   static __device__ __forceinline__ float dot(const uint4& x, const uint4& y) {
     const uint32_t a[4] = {x.x, x.y, x.z, x.w}, b[4] = {y.x, y.y, y.z, y.w};
@@ -180,6 +198,7 @@ struct HeadsBackward {
     const int begin = max(rows.begin - tile.row, 0) / kStep * kStep, end = min(rows.end - tile.row, tile.rows);
 #pragma unroll 1
     for (int query = begin; query < end; query += kStep) step(tile, now, query);
+    if constexpr (kHoldsBias) HeldBiasGradient<HeadsBackward>{*this, tile, now.bias}.clear(begin, end);
   }
 
   __device__ __forceinline__ void step(const QueryTile& tile, const Stage& now, int query) {
@@ -195,6 +214,7 @@ struct HeadsBackward {
 #pragma unroll
     for (int k = 0; k < kStep / 16; ++k) packed[k] = Core::from_accumulators(dscores[0], k);
     keep(packed, query);
+    if constexpr (kHoldsBias) HeldBiasGradient<HeadsBackward>{*this, tile, now.bias}.keep(packed, query);
     accumulate<Tile, kStep / 16>(dk, places, [&](int, int k) { return packed[k]; }, q, 0);
   }
   // Writes dS of a step for dq.
@@ -256,14 +276,26 @@ __global__ void __launch_bounds__(HeadsBackward<T, kHeadDim, kOptions>::kTile.wa
   HeadsBackward<T, kHeadDim, kOptions>(p, rule, plan, reinterpret_cast<T*>(shared)).run();
 }
 
+// For the gradient of a sink, without sums of dq.
+inline BackwardWorkspace sink_workspace(const AttnGradParams& p) { return {p, kRowStep, 0, 1}; }
+
+template <class T, int kHeadDim, Options kOptions>
+size_t heads_backward_bytes(const AttnGradParams& p) {
+  return p.dsink ? static_cast<size_t>(sink_workspace(p).bytes) : 0;
+}
+
 template <class T, int kHeadDim, Options kOptions>
 void heads_backward(const AttnGradParams& p) {
   using Kernel = HeadsBackward<T, kHeadDim, kOptions>;
-  const HeadsBackwardPlan plan = HeadsBackwardPlan::of(p, Kernel::kTile);
+  const HeadsBackwardPlan plan = HeadsBackwardPlan::of(p, Kernel::kTile, kOptions);
   constexpr const char* kName = "backward of heads";
   launch_early(heads_backward_kernel<T, kHeadDim, kOptions>, kName, p, row_of_blocks(p.batch * p.heads_k, kName, p),
                plan.warps() * 32, static_cast<int>(plan.shared_bytes(kHeadDim)), p, Kernel::Rule::of(p, plan.keys),
                plan);
+  if (!p.dsink) return;
+  const BackwardWorkspace workspace = sink_workspace(p);
+  launch_prepare<T>(p, workspace);
+  launch_dsink(p, workspace);
 }
 
 }  // namespace flashattn_ext::sm80

@@ -29,6 +29,7 @@ struct HeadsForward {
   static constexpr HeadsForwardTile kTile = tile_of<kernel_table::kSm80HeadsForward, T, kHeadDim, kOptions>();
   static constexpr int kKeys = kTile.keys;  // of a step
   static constexpr int kLeastKeys = Policies::kLeastKeys;
+  static constexpr bool kHoldsBias = holds_bias(kOptions);  // of each warp's unit, in shared memory
   using Scoring = typename Policies::template Scoring<T, kKeys>;
   using Rule = typename Scoring::Rule;
   static constexpr int kSteps = kHeadDim / Core::kK, kOutTiles = kHeadDim / 8;
@@ -89,6 +90,10 @@ struct HeadsForward {
   __device__ __forceinline__ ptx::Barrier* values_arrived() const {
     return reinterpret_cast<ptx::Barrier*>(end_of_tiles() + kVectorBytes / sizeof(T));
   }
+  // The part of shared memory for the bias of this warp's unit, behind the barrier.
+  __device__ __forceinline__ unsigned char* bias_stage() const {
+    return reinterpret_cast<unsigned char*>(values_arrived()) + kVectorBytes + warp * plan.bias.tile_bytes(kRowStep);
+  }
   __device__ __forceinline__ int length_q() const { return static_cast<int>(p.seqlen_q); }
   __device__ __forceinline__ int length_k() const { return static_cast<int>(p.seqlen_k); }
 
@@ -107,9 +112,10 @@ struct HeadsForward {
   }
 
   // Starts copying keys and the queries of the first unit of each warp, and then values.
-  __device__ __forceinline__ void load() const {
+  __device__ __forceinline__ void load() {
     const int padded = (length_k() + kLeastKeys - 1) / kLeastKeys * kLeastKeys;
     load_queries(at.first + warp);
+    load_bias(at.first + warp);
     load_rows<Tile>(block_team(), k_tile, row_pointer<const T>(p.k, at.b, at.hk, 0), p.k.row_stride, length_k(), padded,
                     static_cast<int>(p.head_dim));
     ptx::cp_async_commit();
@@ -123,13 +129,24 @@ struct HeadsForward {
     load_rows<Tile>(warp_team(), q_tile, row_pointer<const T>(p.q, at.b, h, row), p.q.row_stride,
                     min(kRowStep, length_q() - row), kRowStep, static_cast<int>(p.head_dim));
   }
+  // Starts copying the bias of a unit, which all lanes have to be done with before.
+  __device__ __forceinline__ void load_bias(int number) {
+    if constexpr (kHoldsBias) {
+      if (number >= end_of_units()) return;
+      const auto [h, row] = unit(number);
+      const T* const from = bias_row<const T>(p.bias, at.b, h, row);
+      T* const to = first_in_stage<T>(plan.bias, bias_stage(), from);
+      scoring.hold(plan.bias, to);
+      sm80::load_bias(warp_team(), plan.bias, to, from, p.bias.row_stride, min(kRowStep, length_q() - row), length_k());
+    }
+  }
   // Waits for the values before a warp's first product with them.
   __device__ __forceinline__ void await_values() {
     if (!has_values) ptx::barrier_wait(values_arrived(), 0);
     has_values = true;
   }
 
-  // The queries of the warp's next unit are copied during this one.
+  // The queries of the warp's next unit are copied during this one, and its bias at the end.
   __device__ __forceinline__ void compute_unit(int number) {
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
@@ -139,7 +156,7 @@ struct HeadsForward {
     load_queries(number + plan.warps);
     ptx::cp_async_commit();
     now = unit(number);
-    compute();
+    compute(number);
     ptx::cp_async_wait<0>();
     __syncwarp();
   }
@@ -154,7 +171,7 @@ struct HeadsForward {
     return (visible_keys().end + kLeastKeys - 1) / kLeastKeys * kLeastKeys;
   }
 
-  __device__ __forceinline__ void compute() {
+  __device__ __forceinline__ void compute(int number) {
     set_zero(out[0]);
     softmax.start(-infinity());
     scoring.start_tile(p, at.b, now.h);
@@ -164,6 +181,11 @@ struct HeadsForward {
     take_step<64>(key);
     take_step<32>(key);
     take_step<16>(key);
+    if constexpr (kHoldsBias) {
+      __syncwarp();
+      load_bias(number + plan.warps);
+      ptx::cp_async_commit();
+    }
     store();
   }
   // A step with fewer keys than the others, if as many are left.
@@ -250,7 +272,7 @@ __global__ void __launch_bounds__(HeadsForward<T, kHeadDim, kOptions>::kTile.war
 template <class T, int kHeadDim, Options kOptions>
 void heads_forward(const AttnParams& p) {
   using Kernel = HeadsForward<T, kHeadDim, kOptions>;
-  const HeadsForwardPlan plan = HeadsForwardPlan::of(p, Kernel::kTile, multiprocessors());
+  const HeadsForwardPlan plan = HeadsForwardPlan::of(p, Kernel::kTile, multiprocessors(), kOptions);
   constexpr const char* kName = "forward of heads";
   launch_early(heads_forward_kernel<T, kHeadDim, kOptions>, kName, p, row_of_blocks(plan.blocks(p), kName, p),
                plan.warps * 32, static_cast<int>(plan.shared_bytes(kHeadDim)), p, Kernel::Rule::of(p), plan);

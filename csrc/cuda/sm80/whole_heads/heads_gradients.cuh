@@ -15,8 +15,16 @@
 
 namespace flashattn_ext::sm80 {
 
+// What reads nothing ahead.
+struct NothingAhead {
+  template <class... Place>
+  static __device__ __forceinline__ Nothing begin(const Place&...) {
+    return {};
+  }
+};
+
 // No option of a score.
-struct PlainHeadGradients {
+struct PlainHeadGradients : NothingAhead {
   struct Rule : ScoreRule<float, PlainProducts<false>> {
     static Rule of(const AttnGradParams& p, int) { return {ScoreRule::of(p)}; }
     __device__ __forceinline__ float gradient_scale() const { return softmax_scale; }
@@ -27,10 +35,6 @@ struct PlainHeadGradients {
     return {has_one_weight(words) ? mark_of_one_weight() : one_word(words.sum()), 0.f};
   }
 
-  template <class Kernel, class Tile>
-  static __device__ __forceinline__ Nothing begin(const Kernel&, const Tile&, int) {
-    return {};
-  }
   template <class Kernel, class Tile, class Stage, int N>
   static __device__ __forceinline__ void weigh_and_differentiate(const Kernel& kernel, const Tile& tile,
                                                                  const Stage& now, int query, Nothing,
@@ -74,26 +78,24 @@ struct GeneralHeadGradients {
     static __device__ __forceinline__ float2 pair(Centre, int) { return {}; }
   };
 
-  template <class Kernel>
-  using Bias = TileBiasAhead<typename Kernel::Element, true, 1, Kernel::kStep / 8>;
   template <class Kernel, class Tile>
-  static __device__ __forceinline__ Bias<Kernel> begin(const Kernel& kernel, const Tile& tile, int query) {
-    Bias<Kernel> bias(kernel.p, kernel.b, tile.h, kernel.mask(), tile.row + query, kernel.key());
+  static __device__ __forceinline__ auto begin(const Kernel& kernel, const Tile& tile, int query) {
+    using Bias = TileBiasAhead<typename Kernel::Element, true, 1, Kernel::kStep / 8>;
+    Bias bias(kernel.p, kernel.b, tile.h, kernel.mask(), tile.row + query, kernel.key());
     bias.read();
     return bias;
   }
-  template <class Kernel, class Tile, class Stage, int N>
+  template <class Kernel, class Tile, class Stage, class Bias, int N>
   static __device__ __forceinline__ void weigh_and_differentiate(const Kernel& kernel, const Tile& tile,
-                                                                 const Stage& now, int query, const Bias<Kernel>& bias,
+                                                                 const Stage& now, int query, const Bias& bias,
                                                                  float (&weights)[1][N][4], float (&dscores)[1][N][4]) {
-    using Gradient =
-        TileBiasGradient<Bias<Kernel>, typename Kernel::Element, 1, N, RelativeGradient::kInAnyOrder, NoCentres>;
+    using Gradient = TileBiasGradient<Bias, typename Bias::Element, 1, N, RelativeGradient::kInAnyOrder, NoCentres>;
     const int row = tile.row + query, key = kernel.key(), first = query + 2 * lane_in_quad();
     if (has_mark<8 * N>(now.log2_sum + query)) clear_rows_of_one_weight(dscores, now.log2_sum + query);
     BiasSums<1, true> sums;
     Gradient gradient{kernel.p, bias, kernel.rule, NoCentres(), kernel.b, tile.h, true, sums};
     OptionalDropout::Columns<1> dropping(kernel.p, kernel.b, tile.h, key, row);
-    flashattn_ext::weigh_and_differentiate<typename Kernel::Element, true>(
+    flashattn_ext::weigh_and_differentiate<typename Bias::Element, true>(
         weights, dscores, kernel.rule.score, bias, gradient, now.lse + first, now.log2_sum + first, now.delta + first,
         SeenBy<1>(kernel.mask(), row + 2 * lane_in_quad(), key + quad()), dropping);
   }

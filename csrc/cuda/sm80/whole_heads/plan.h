@@ -16,22 +16,57 @@ constexpr int kRowStep = 16;
 FLASHATTN_HOST_DEVICE constexpr int whole_steps(int rows) { return (rows + kRowStep - 1) / kRowStep * kRowStep; }
 
 // Whether the backward of whole heads may run a call, for the options of a row of the table. It reads whole vectors of
-// `out`, and forms the gradient of a bias of any shape unless rows share it, and no gradient of other biases and of a
-// sink.
+// `out`, and forms the gradient of a bias of any shape unless rows share it, and no gradient of other biases.
 inline bool runs_in_whole_heads(const AttnGradParams& p) {
   const bool of_keys = p.dbias.data && p.dbias.row_stride == 0 && p.seqlen_q > 1;
-  return may_run_short_kernels(p) && !of_keys && !p.dsink && !p.dalibi_slopes && !p.drelative_bias &&
+  return may_run_short_kernels(p) && !of_keys && !p.dalibi_slopes && !p.drelative_bias &&
          rows_are_aligned(p.out, p.head_dim_v, 2);
 }
+
+// The call whose row is the kernel of every option.
+inline KernelCall with_every_option(KernelCall call) {
+  call.options = call.options | kUnmasked;
+  return call;
+}
+// The call whose row is the kernel of `call`. Kernels of a bias alone hold it in shared memory, in the inputs' 16 bits,
+// and of up to most_keys keys. The forward holds that of 16 rows for each warp: of more than 128 keys it would leave
+// room for fewer warps.
+inline KernelCall heads_call(const AttnParams& p, const KernelCall& call, int64_t most_keys) {
+  const bool holds_bias = p.bias.data && p.bias.dtype == p.dtype && p.seqlen_k <= most_keys;
+  return call.options == kPlain || holds_bias ? call : with_every_option(call);
+}
+constexpr bool holds_bias(Options kernel) { return kernel == kAnyBias; }
+
+// How the bias of a tile of queries gets into shared memory: the vectors of each row, where rows are whole vectors
+// apart in memory; the vectors of all rows together, where one row follows another; single elements otherwise.
+enum class BiasCopy { kRows, kRun, kElements };
+
+// The bias of a tile of queries in shared memory, of 16-bit elements.
+struct HeadBiasPlan {
+  int pitch;  // elements from one row to the next; 0: the kernel holds no bias
+  BiasCopy copy;
+
+  // keys: rows of a tile of keys. A row of a tile is longer by 16 bytes, so that eight rows lie in different banks.
+  static HeadBiasPlan of(const AttnParams& p, int keys) {
+    if (p.bias.row_stride % 8 == 0) return {keys + 8, BiasCopy::kRows};
+    if (p.bias.row_stride == p.seqlen_k) return {static_cast<int>(p.seqlen_k), BiasCopy::kRun};
+    return {keys + 8, BiasCopy::kElements};
+  }
+  // Of a tile whose first element is anywhere in a vector. Keys up to a whole step may follow the last row.
+  FLASHATTN_HOST_DEVICE int tile_bytes(int rows) const {
+    return pitch == 0 ? 0 : (rows * pitch + 2 * kRowStep) / 8 * 8 * 2;
+  }
+};
 
 // A unit is the 16 rows of one warp.
 struct HeadsForwardPlan : UnitPlan {
   int warps;  // of a thread block
+  HeadBiasPlan bias;
 
   // Warps have two units each or, of longer sequences, three or four, so that the copies of one thread block overlap
   // the products of others. A warp with one unit is faster where a multiprocessor has few. Thread blocks of long
   // sequences have 16 units.
-  static HeadsForwardPlan of(const AttnParams& p, const HeadsForwardTile& tile, int multiprocessors) {
+  static HeadsForwardPlan of(const AttnParams& p, const HeadsForwardTile& tile, int multiprocessors, Options kernel) {
     constexpr int kFewUnits = 16, kPairs = 8, kThrees = 24, kLongBlock = 16;
     const int units = static_cast<int>(tile_count(p.seqlen_q, kRowStep)), group = static_cast<int>(p.group_size());
     const int all = units * group;
@@ -48,10 +83,14 @@ struct HeadsForwardPlan : UnitPlan {
     warps = std::min(warps, tile.warps);
     const int parts = static_cast<int>(tile_count(all, warps * rounds));
     const int keys = whole_steps(whole_steps(static_cast<int>(p.seqlen_k)) / 2) * 2;  // of steps of at least 32 too
-    return {{parts, (all + parts - 1) / parts, units, group, keys}, warps};
+    const HeadBiasPlan bias = holds_bias(kernel) ? HeadBiasPlan::of(p, keys) : HeadBiasPlan();
+    return {{parts, (all + parts - 1) / parts, units, group, keys}, warps, bias};
   }
-  // columns: the class of head dims, of 16-bit elements. The generator of dropout and a barrier take the last bytes.
-  int64_t shared_bytes(int columns) const { return int64_t{2 * keys + warps * kRowStep} * columns * 2 + 32; }
+  // columns: the class of head dims, of 16-bit elements. Behind the tiles come the generator of dropout and a barrier,
+  // and the bias.
+  int64_t shared_bytes(int columns) const {
+    return int64_t{2 * keys + warps * kRowStep} * columns * 2 + 32 + int64_t{warps} * bias.tile_bytes(kRowStep);
+  }
 };
 
 // A thread block has a KV head, and a warp for every 16 keys.
@@ -61,12 +100,15 @@ struct HeadsBackwardPlan {
   int tiles;   // of queries, of a query head
   int group;   // query heads of a KV head
   int stages;  // of tiles of queries in shared memory, 1 or 2
+  HeadBiasPlan bias;
 
-  static HeadsBackwardPlan of(const AttnParams& p, const HeadsBackwardTile& tile) {
+  // kernel: its options.
+  static HeadsBackwardPlan of(const AttnParams& p, const HeadsBackwardTile& tile, Options kernel) {
     const int tiles = static_cast<int>(tile_count(p.seqlen_q, tile.queries)), group = static_cast<int>(p.group_size());
     const int rows = static_cast<int>(tile_count(std::min<int64_t>(p.seqlen_q, tile.queries), tile.step)) * tile.step;
     const int keys = std::max(kRowStep, whole_steps(static_cast<int>(p.seqlen_k)));
-    return {keys, rows, tiles, group, tiles * group > 1 ? 2 : 1};
+    const HeadBiasPlan bias = holds_bias(kernel) ? HeadBiasPlan::of(p, keys) : HeadBiasPlan();
+    return {keys, rows, tiles, group, tiles * group > 1 ? 2 : 1, bias};
   }
   FLASHATTN_HOST_DEVICE int warps() const { return keys / kRowStep; }
   // Elements from one key to the next in the tile of dS, whose rows are padded by 16 bytes.
@@ -74,7 +116,8 @@ struct HeadsBackwardPlan {
   // A tile of queries: rows of q, dout and out, and three numbers of each row.
   FLASHATTN_HOST_DEVICE int stage_bytes(int columns) const { return rows * (3 * columns * 2 + 3 * 4); }
   int64_t shared_bytes(int columns) const {
-    return int64_t{keys} * (2 * columns + score_stride()) * 2 + int64_t{stages} * stage_bytes(columns);
+    return int64_t{keys} * (2 * columns + score_stride()) * 2 +
+           int64_t{stages} * (stage_bytes(columns) + bias.tile_bytes(rows));
   }
 };
 
