@@ -8,7 +8,8 @@ of head dims and group of options, so that sources compile in parallel. The buil
                                                     write-checked: those that tools/check_cuda_sources.sh compiles, write-once:
                                                     the same kernels in fewer sources
     python3 csrc/sources.py nvcc NVCC... ARGUMENTS  runs nvcc for the architectures that the source of the call is for; nvcc-once:
-                                                    for the first of them, without object files, and the same host code once
+                                                    for the first of them, without object files, the same host code once, and
+                                                    with -Ofc=max, if it is there, where no machine code is read
     python3 csrc/sources.py spills LOG...           fails if a kernel in logs of `nvcc -Xptxas -v` spills more than its row allows
     python3 csrc/sources.py page                    prints docs/cuda_kernels.md
 """
@@ -62,6 +63,7 @@ CXX_FLAGS = [
     "-Wno-unknown-pragmas",
 ]
 NVCC_FLAGS = ["-std=c++17", "-O3"]
+FAST = "-Ofc=max"  # nvcc's option to compile device code in the least time
 
 # The includes of the functions that a private build leaves out.
 LEFT_OUT = """#include <cuda_bf16.h>
@@ -271,7 +273,7 @@ def nvcc_command(arguments: Sequence[str], *, once: bool = False) -> list[str]:
 
     nvcc's -O is for host code alone. That of a source of the table starts kernels: with -O1 it takes half a second less, of 6 to 30.
     `once`: for one target only. The host compiler checks host code and makes no object of it; if another source of the table has
-    the same host code, it is not called.
+    the same host code, it is not called. An argument -Ofc=max stays for sources whose machine code is not read.
     """
     sources = [Path(argument) for argument in arguments if argument.endswith(".cu")]
     targets = [argument for argument in arguments if argument.startswith("-gencode=")]
@@ -280,11 +282,22 @@ def nvcc_command(arguments: Sequence[str], *, once: bool = False) -> list[str]:
     if len(sources) == 1 and rows_of(sources[0]):
         command = ["-O1" if argument == "-O3" else argument for argument in command]
     if once and len(sources) == 1:
+        if is_read(sources[0]):
+            command = [argument for argument in command if argument != FAST]
         name = first_name(sources[0])
         repeats = name in rows_of_sources(sm90=True) and name not in sources_with_host_code()
         place = command.index("-c")
         command[place : place + 1] = ["-cubin"] if repeats else ["-c", "-Xcompiler=-fsyntax-only"]
     return command
+
+
+def is_read(source: Path) -> bool:
+    """Whether tools/check_cuda_sources.sh reads the machine code of a source: what a kernel spills, unless its row allows any number of bytes,
+    and the warnings of ptxas about wgmma. Other kernels show as much without optimisation, which takes most of the time: each becomes
+    machine code, too.
+    """
+    rows = [row for name in source.stem.split("+") for row, _ in rows_of(Path(name))]
+    return not rows or any(row.architecture == "sm90" or row.spill is not None for row in rows)
 
 
 @functools.cache

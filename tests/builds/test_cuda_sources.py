@@ -424,6 +424,15 @@ def test_host_code_is_compiled_once() -> None:
         assert ("-cubin" in command) != compiled_by_host
 
 
+def test_machine_code_that_the_check_reads_is_optimised() -> None:
+    """Of rows with a limit of spills, of kernels for Hopper, whose wgmma may be serialised, and outside the table."""
+    for name, rows in [*sources.rows_of_sources(sm90=True).items(), ("combine", [])]:
+        is_read = not rows or any(row.spill is not None or row.architecture == "sm90" for row, _ in rows)
+        for source in (f"{name}.cu", f"sm80_jvp_bf16_64+{name}.cu", f"{name}+sm80_jvp_bf16_64.cu")[: 3 if rows else 1]:
+            command = ["nvcc", *DEFAULT, sources.FAST, "-c", f"somewhere/{source}"]
+            assert (sources.FAST in sources.nvcc_command(command, once=True)) != is_read, source
+
+
 def test_the_dispatch_of_hopper_is_compiled_for_hopper() -> None:
     command = ["nvcc", *DEFAULT, "-O3", "-c", "csrc/cuda/sm90/dispatch.cu"]
     assert sources.nvcc_command(command) == ["nvcc", DEFAULT[2], "-O3", "-c", "csrc/cuda/sm90/dispatch.cu"]
