@@ -345,19 +345,19 @@ class Chooser {
     return p.seqlen_k > 80 && p.seqlen_k <= sm90::kMostBoxRows && std::max(p.head_dim, p.head_dim_v) > 32;
   }
   // mma.sync, beside sm80/ and sm90/: 64x256 8x32 26.6, 42.6 and 36.2; 32x256 16x64 58 and 48 (sm80/); 128x64
-  // 16x128 39.5, 73.9 and 48.0; 128x80 12x128 42.0, 70.4 and 39.5. With options, beside sm90/: a bias 256x64 6x32 24.8
-  // and 47.1, 64x96 12x64 33.1 and 28.6; one whose rows TMA cannot copy 256x49 6x32 25.8 and 86.6, 64x197 12x64 142 and
-  // 180. Beside sm80/: 64x256 12x64 145 and 181; but dropout 64x128 12x64 41.9 and 36.0. A bias alone: no figures.
+  // 16x128 39.5, 73.9 and 48.0. With options, beside sm90/: a bias 256x64 6x32 24.8 and 47.1, 64x96 12x64 33.1
+  // and 28.6, by its own kernel 128x128 4x32 16.1 and 19.5, but 64x128 8x64 30.1 and 20.4; one whose rows TMA cannot
+  // copy 64x197 12x64 142 and 180. Beside sm80/: 64x256 12x64 145 and 181; but dropout 64x128 12x64 41.9 and 36.0.
   int64_t most_keys_of_whole_heads(const AttnParams& p, Options kernel, int columns) const {
     const Options options = options_of(p);
     if (kernel == kPlain && is_hopper()) return columns > 64 ? (p.seqlen_q <= 512 ? 64 : 0) : columns > 32 ? 80 : 256;
     if (kernel == kPlain) return columns > 64 ? 128 : columns > 32 ? 208 : 256;
-    if (is_hopper()) return options & kRare ? 208 : kernel == kAnyBias ? 128 : columns > 32 ? 64 : 96;
+    if (is_hopper()) return options & kRare ? 208 : columns > 32 ? 64 : kernel == kAnyBias ? 128 : 96;
     return options & (kScores | kBias | kRare) ? 256 : 96;
   }
   // The backward, beside sm80/ and the faster ones of sm90/: 64x197 12x32 87.8, 174 and 101; 64x256 8x32 68.4, 132 and
   // 64.7; 64x96 12x64 67.5, 103 and 70.0; 64x128 12x64 78.5, 124 and 67.9. With dropout beside sm80/: 64x64 12x64 42.5
-  // and 67.6, 64x96 102 and 90. Kernels of a bias alone: as many keys as they hold, without figures of more than 64.
+  // and 67.6, 64x96 102 and 90. A bias alone, with the forward: 64x256 4x32 119 and 226.
   int64_t most_keys_of_whole_heads(const AttnGradParams& p, Options kernel, int columns) const {
     if (kernel == kPlain) return is_hopper() ? (columns > 32 ? 96 : 208) : columns > 64 ? 128 : 256;
     if (kernel == kAnyBias) return 256;

@@ -20,10 +20,12 @@ def test_what_torch_hands_out_is_poisoned(device: str) -> None:
 
 @pytest.mark.dtypes("bfloat16", "float16")
 def test_results_and_workspaces_are_poisoned(device: str, dtype: torch.dtype) -> None:
-    """The backward has a workspace in 16 bits (fp32 sums of dq); on the emulator the forward has one, too."""
+    """The backward has a workspace in 16 bits (fp32 sums of dq); on the emulator the forward has one, too. CUDA's kernels of whole heads, which
+    have none, do not run deterministic calls.
+    """
     q, k, v = (torch.randn(1, 20, 2, width).to(device, dtype).requires_grad_() for width in (16, 16, 24))
     poison.allocated.clear()
-    out, lse = flashattn_ext.forward(q, k, v, return_lse=True)
+    out, lse = flashattn_ext.forward(q, k, v, return_lse=True, deterministic=True)
     assert {(out.dtype, tuple(out.shape)), (lse.dtype, tuple(lse.shape))} <= set(poison.allocated)
     poison.allocated.clear()
     gradients = torch.autograd.grad(out.sum(), [q, k, v])
