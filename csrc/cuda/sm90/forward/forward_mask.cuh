@@ -212,7 +212,8 @@ struct FoundKeyLoader {
       const int count = uniform(batch.count);
       if (count == 0) break;
       load_batch(batch, count);
-      ptx::barrier_arrive(&shared.batch_empty[at.stage]);  // every lane, for its own reads
+      __syncwarp();
+      release(shared.batch_empty[at.stage]);
     }
     ptx::barrier_wait(&shared.v_empty[v.stage], v.parity ^ 1);
     if (lane() != 0) return;
@@ -374,7 +375,7 @@ struct IntervalVisibility {
   static __device__ __forceinline__ void init(Shared& shared) {
     for (int i = 0; i < kKeyBatches; ++i) {
       ptx::barrier_init(&shared.batch_full[i], 1);
-      ptx::barrier_init(&shared.batch_empty[i], 32);
+      ptx::barrier_init(&shared.batch_empty[i], 1);
     }
     ptx::barrier_init(&shared.tiles_end[0], 1);
   }
