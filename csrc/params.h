@@ -8,7 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 
-// Lets the shared definitions (mask, score, dropout, seqlen) compile as host C++, CUDA and Ascend C alike. On the host
+// Lets the shared definitions (rules/) compile as host C++, CUDA and Ascend C alike. On the host
 // they are always inlined: the CPU kernels compile them once for each instruction set, and the linker must not merge
 // those copies.
 #if defined(__CUDACC__)

@@ -343,6 +343,7 @@ BiasGradients finished_meta(const AttnCall& given, const BackwardCall& b) {
   };
   return {
 #define CALL_BIAS(name, dims, takers, check) of(b.needs_d##name, given.name),
+#include "call/options.def"
   };
 }
 

@@ -479,8 +479,8 @@ class Chooser {
            sm90::head_sum_vectors(p, tile, sm90::head_blocks(p, at_once)) * 16 <= most;
   }
 
-  // Whether the query heads of a group add up their dk and dv (QueryHeads in backward_policies.cuh), in any order,
-  // instead of sharing a walk. It costs the additions, and pays in two cases. Walks over whole groups leave
+  // Whether the query heads of a group add up their dk and dv (QueryHeads in sm90/shared/backward_policies.cuh), in any
+  // order, instead of sharing a walk. It costs the additions, and pays in two cases. Walks over whole groups leave
   // multiprocessors idle: few of them are in one round, or there is one round only, in which causal walks differ in
   // length. Or, with a right bound, thread blocks soon read different query heads, since their walks differ in length,
   // and the group is larger than the L2 cache holds for all that run together.

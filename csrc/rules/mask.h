@@ -6,6 +6,8 @@
 // Causal is a window without keys on the right. Windows are aligned to the bottom right corner: query i is at the
 // position of key i + Sk - Sq. In a call with an Origin that places its rows and keys in a larger call, query i is at
 // the position of key i + origin.shift.
+//
+// First comes where a sequence is among packed rows; at the end, what a BlockMask's lists and bits are.
 #pragma once
 
 #include "params.h"
@@ -14,7 +16,6 @@ namespace flashattn_ext {
 
 // Row range of one batch entry, for dense and varlen calls. It is clamped, so that invalid cu_seqlens cannot lead
 // outside the tensors.
-
 struct Sequence {
   int64_t start;   // index of the first row among the packed rows; 0 in a dense call, which has a batch stride
   int64_t length;  // number of rows

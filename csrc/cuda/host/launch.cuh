@@ -1,6 +1,6 @@
 // What host code asks of CUDA: properties of the current device, tensor maps, and launches of kernels on the caller's
-// stream; the error of a failed launch names the kernel and the sizes of the call. Templates are defined here, other
-// functions in runtime.cu, so that the sources of kernels need no headers for them.
+// stream; the error of a failed launch names the kernel and the sizes of the call. Templates and functions of
+// one line are defined here, the others in runtime.cu, so that the sources of kernels need no headers for them.
 #pragma once
 
 #include <cuda.h>
@@ -28,7 +28,7 @@ int most_shared_memory();
 int shared_memory_of_multiprocessor();
 inline bool has_large_shared_memory() { return most_shared_memory() >= 227 * 1024; }
 
-// 90 for 9.0.
+// The compute capability of the current device as one number: 90 for 9.0.
 int compute_capability();
 
 // --- tensor maps ---------------------------------------------------------------------------------------------------

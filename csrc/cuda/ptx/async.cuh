@@ -1,5 +1,5 @@
-// What runs beside a thread, and how a thread waits for it, one instruction in each wrapper: barriers in shared memory,
-// copies by TMA, the other thread blocks of a cluster, and the other kernels of a stream.
+// Wrappers of the instructions for what runs beside a thread, and for waiting for it: barriers in shared memory, copies
+// by TMA, other thread blocks of a cluster, other kernels of a stream. cp.async is in memory.cuh.
 #pragma once
 
 #include <cuda.h>

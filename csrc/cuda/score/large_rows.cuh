@@ -27,12 +27,14 @@ __device__ __forceinline__ bool is_large(float lse) { return fabsf(lse) >= kOneW
 __device__ __forceinline__ bool has_one_weight(const LseWords<float>& words) {
   return __float_as_int(words.log2_sum) == 0 && fabsf(words.top) < infinity();
 }
-// The words of a row for a backward. Those of a small row whose weight is one key's say so only with dropout: without
-// it dP - delta is exact, and the raw backward, which is given lse alone, has the same bits.
+// The words of a row for a backward. Where one key has all the weight of a small row, they say so only with dropout:
+// without it the rounding error of dP - delta is harmless there, and a backward that is given lse alone has the same
+// bits. kDrops: whether the kernel's calls may have dropout.
+template <bool kDrops = true>
 __device__ __forceinline__ LseWords<float> words_of_backward(const AttnParams& p, int64_t b, int64_t h, int64_t row) {
   LseWords<float> words = LseWords<float>::of(p, b, h, row);
   if (is_large(words.top)) return words;
-  if (p.has_dropout() && p.lse_words.data) {
+  if (kDrops && p.has_dropout() && p.lse_words.data) {
     const LseWords<float> given = LseWords<float>::given(p, b, h, row);
     if (has_one_weight(given)) return given;
   }

@@ -1,5 +1,5 @@
-// The stages of one backward call (prepare, main, finish): the data that they share, which are buffers in the
-// workspace, in global memory, and scalar factors; and the stages beside the main one.
+// What the stages of a backward call (prepare, main, finish) share: buffers of the workspace in global memory, scalar
+// factors, and exact sums; and the declarations of the stages other than the main one.
 #pragma once
 
 #include <cuda_runtime.h>

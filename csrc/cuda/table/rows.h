@@ -1,4 +1,5 @@
-// The columns of kernel_table.h, which calls a row serves, and how a kernel finds its row.
+// What kernel_table.h is made of: the sizes of a tile of each family of kernels, and the columns of a row. Also which
+// calls a row serves, and how a kernel finds its row.
 #pragma once
 
 #include <cstddef>
@@ -61,7 +62,7 @@ struct HeadsBackwardTile {
   int step;     // queries whose scores a warp holds at a time
   int columns;  // columns of dq that a warp computes at a time
   int warps;    // warps of a thread block, at most: each has 16 keys
-  int blocks;   // as above
+  int blocks;   // thread blocks of as many warps, resident on a multiprocessor; bounds the registers
   constexpr bool exists() const { return queries > 0; }
 };
 

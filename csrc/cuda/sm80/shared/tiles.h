@@ -1,6 +1,7 @@
 // Tiles of the sm_80 kernels by the shared memory that the GPU gives a thread block. A backward has a tile for each of
-// the three sizes below, and so has a plain forward where kForwardsOfLessShared names one. Second derivatives have two:
-// with kLarge the GPU gives kLargeShared, and the other tile fits into derivative_shared().
+// the three sizes below. A plain forward in 16 bits has one tile for all of them, and another one for the sizes that
+// kForwardsOfLessShared names. Second derivatives have two: with kLarge the GPU gives kLargeShared, and the other tile
+// fits into derivative_shared().
 #pragma once
 
 #include <cstdint>
@@ -14,7 +15,8 @@ namespace flashattn_ext::sm80 {
 // and on Hopper and newer data centre GPUs.
 constexpr int kSmallShared = 99 * 1024, kMediumShared = 163 * 1024, kLargeShared = 227 * 1024;
 
-// Calls body(size) with the largest of these sizes that is at most `most`, as a std::integral_constant.
+// Calls body(size), where size is a std::integral_constant, with the largest of these sizes that is at most `most`, and
+// with kSmallShared below that.
 template <class Body>
 auto with_shared_memory(int most, const Body& body) {
   return most >= kLargeShared    ? body(std::integral_constant<int, kLargeShared>())
@@ -66,7 +68,8 @@ struct ForwardOfLessShared {
   int head_dim, shared;
   ForwardTile tile;
 };
-// TFLOP/s on an H200 with as much shared memory, full / causal, 4 x 4096 tokens; of the table's tile:
+// Notes: TFLOP/s, full / causal, at 4 x 4096 tokens on an H200 limited to that much shared memory; after the semicolon,
+// those of the table's tile.
 inline constexpr ForwardOfLessShared kForwardsOfLessShared[] = {
     {128, kSmallShared, {4, 2, 32, 2}},   // 313 / 303; 279 / 266
     {192, kSmallShared, {8, 1, 64, 1}},   // 297 / 283; 236 / 228

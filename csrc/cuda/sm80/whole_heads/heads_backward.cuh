@@ -1,8 +1,9 @@
 // Backward of short sequences on every GPU since Ampere. A thread block makes dq, dk and dv of a KV head: keys and
 // values lie in shared memory, and queries, dout and out come in tiles. A warp owns 16 keys, whose dk and dv it sums up
 // in registers. dS of a tile is exchanged in shared memory, and each sum of dq is then made by one warp over all keys.
-// So there are no atomics, no workspace and no other launch, and the order of every sum is fixed. Only the gradient of
-// a sink takes two more launches: the first stage of other backwards, whose delta it sums up, and its own.
+// So there is no workspace and no other launch, and the order of every sum is fixed, except that the gradient of a bias
+// that several scores share is summed by atomic additions. Only the gradient of a sink takes two more launches: the
+// first stage of other backwards, whose delta it sums up, and its own.
 #pragma once
 
 #include "cuda/host/launch.cuh"
@@ -174,11 +175,15 @@ struct HeadsBackward {
     const float2 statistics = Gradients::statistics(words);
     now.lse[row] = statistics.x;
     now.log2_sum[row] = statistics.y;
-    now.delta[row] = ((has_one_weight(words) ? 0.f : delta) - dlse) / rule.keep_scale();
+    const bool has_one_weight = is_mark_of_one_weight(statistics.x) || is_mark_of_one_weight(statistics.y);
+    now.delta[row] = ((has_one_weight ? 0.f : delta) - dlse) / rule.keep_scale();
   }
   __device__ __forceinline__ LseWords<float> words_of(const QueryTile& tile, int row) const {
-    const int64_t at = tile.row + row;
-    return Dropping::kDrops ? words_of_backward(p, b, tile.h, at) : LseWords<float>::of(p, b, tile.h, at);
+    if constexpr (kOptions == kPlain) {  // whose statistics look at the size of a row (heads_gradients.cuh)
+      return LseWords<float>::of(p, b, tile.h, tile.row + row);
+    } else {
+      return words_of_backward<Dropping::kDrops>(p, b, tile.h, tile.row + row);
+    }
   }
   static __device__ __forceinline__ float dot(const uint4& x, const uint4& y) {
     const uint32_t a[4] = {x.x, x.y, x.z, x.w}, b[4] = {y.x, y.y, y.z, y.w};
@@ -213,12 +218,12 @@ struct HeadsBackward {
     typename Core::A packed[kStep / 16];
 #pragma unroll
     for (int k = 0; k < kStep / 16; ++k) packed[k] = Core::from_accumulators(dscores[0], k);
-    keep(packed, query);
-    if constexpr (kHoldsBias) HeldBiasGradient<HeadsBackward>{*this, tile, now.bias}.keep(packed, query);
+    store_dscores(packed, query);
+    if constexpr (kHoldsBias) HeldBiasGradient<HeadsBackward>{*this, tile, now.bias}.replace(packed, query);
     accumulate<Tile, kStep / 16>(dk, places, [&](int, int k) { return packed[k]; }, q, 0);
   }
   // Writes dS of a step for dq.
-  __device__ __forceinline__ void keep(const typename Core::A (&packed)[kStep / 16], int query) const {
+  __device__ __forceinline__ void store_dscores(const typename Core::A (&packed)[kStep / 16], int query) const {
     const int stride = plan.score_stride();
     T* const first = dscore_tile + (key() + quad()) * stride + query + 2 * lane_in_quad();
 #pragma unroll

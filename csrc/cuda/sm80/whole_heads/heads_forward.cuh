@@ -129,7 +129,7 @@ struct HeadsForward {
     load_rows<Tile>(warp_team(), q_tile, row_pointer<const T>(p.q, at.b, h, row), p.q.row_stride,
                     min(kRowStep, length_q() - row), kRowStep, static_cast<int>(p.head_dim));
   }
-  // Starts copying the bias of a unit, which all lanes have to be done with before.
+  // Starts copying the bias of a unit over that of the unit before, which all lanes must have read.
   __device__ __forceinline__ void load_bias(int number) {
     if constexpr (kHoldsBias) {
       if (number >= end_of_units()) return;

@@ -15,15 +15,15 @@
 
 namespace flashattn_ext::sm80 {
 
-// What reads nothing ahead.
+// The base of policies that read nothing ahead.
 struct NothingAhead {
-  template <class... Place>
-  static __device__ __forceinline__ Nothing begin(const Place&...) {
+  template <class... Arguments>
+  static __device__ __forceinline__ Nothing begin(const Arguments&...) {
     return {};
   }
 };
 
-// No option of a score.
+// Calls without an option of a score.
 struct PlainHeadGradients : NothingAhead {
   struct Rule : ScoreRule<float, PlainProducts<false>> {
     static Rule of(const AttnGradParams& p, int) { return {ScoreRule::of(p)}; }
@@ -32,7 +32,8 @@ struct PlainHeadGradients : NothingAhead {
   };
   // The number of a row is one word or a mark (large_rows.cuh).
   static __device__ __forceinline__ float2 statistics(const LseWords<float>& words) {
-    return {has_one_weight(words) ? mark_of_one_weight() : one_word(words.sum()), 0.f};
+    const bool is_marked = is_large(words.top) && has_one_weight(words);
+    return {is_marked ? mark_of_one_weight() : one_word(words.sum()), 0.f};
   }
 
   template <class Kernel, class Tile, class Stage, int N>

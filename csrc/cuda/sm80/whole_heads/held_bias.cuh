@@ -2,7 +2,8 @@
 // only option is such a bias copy it together with the rows of queries.
 //
 // The first element of a tile lies as far into a vector of 16 bytes as it does in memory, so that vectors can be copied
-// whatever its alignment is (HeadBiasPlan). Tiles that begin with a whole vector are read as matrices.
+// whatever its alignment is (HeadBiasPlan). Tiles each row of which begins with a whole vector are read as matrices
+// (has_matrices).
 #pragma once
 
 #include "cuda/score/bias.cuh"
@@ -79,7 +80,8 @@ __device__ __forceinline__ bool has_matrices(const HeadBiasPlan& plan, const T* 
   return plan.copy != BiasCopy::kRun && place_in_vector(first) == 0;
 }
 
-// Whether an element is so large that adding it takes more than one operation (add_log), infinite or NaN.
+// Whether some element of the warp is infinite, NaN or so large that adding it takes more than one operation (add_log).
+// All lanes of the warp call it.
 template <class T, int N>
 __device__ __forceinline__ bool has_large(const uint32_t (&bias)[N][2]) {
   constexpr bool kIsHalf = std::is_same_v<T, __half>;
@@ -160,7 +162,8 @@ struct HeldBiasScores : UncentredScores {
       for (int i = 0; i < 4; ++i) bias[n + i / 2][i % 2] = x[i];
     }
   }
-  // Elements that do not exist are not read: their scores are hidden afterwards, or those of rows that do not exist.
+  // Reads 0 in place of elements outside of the bias. Scores of keys that do not exist are hidden afterwards; rows that
+  // do not exist are not stored.
   template <int N, class Place>
   __device__ __forceinline__ void read_elements(uint32_t (&bias)[N][2], const AttnParams& p, const Place& place) const {
     const int keys_left = static_cast<int>(p.seqlen_k) - place.key - 2 * lane_in_quad();

@@ -34,8 +34,8 @@ struct HeldBiasGradient {
   }
   // dS^T of the queries from `query` on takes the place of their bias.
   template <class A, int kSteps>
-  __device__ __forceinline__ void keep(const A (&packed)[kSteps], int query) const {
-    if (!is_kept()) return;
+  __device__ __forceinline__ void replace(const A (&packed)[kSteps], int query) const {
+    if (!takes_its_place()) return;
     if (has_matrices(plan(), first)) {
 #pragma unroll
       for (int k = 0; k < kSteps; ++k) store_matrices(packed[k].x, query + kRowStep * k);
@@ -49,19 +49,19 @@ struct HeldBiasGradient {
       });
     }
   }
-  // Zeros take the place of the bias outside of the steps from `begin` on, which end after `end`: those queries do not
-  // see the warp's keys.
+  // Writes zeros over the bias of the queries that do not see the warp's keys: those outside of the steps that cover
+  // [begin, end).
   __device__ __forceinline__ void clear(int begin, int end) const {
     const typename TensorCore<T>::A zeros[1] = {};
     const int after = begin < end ? begin + (end - begin + kStep - 1) / kStep * kStep : 0;
 #pragma unroll 1
     for (int query = 0; query < tile.rows; query += kRowStep) {
-      if (query < begin || query >= after) keep(zeros, query);
+      if (query < begin || query >= after) replace(zeros, query);
     }
   }
-  // After a barrier that follows all steps.
+  // Writes the gradient to memory. All warps have passed a barrier after their last step.
   __device__ __forceinline__ void store() const {
-    if (!is_kept()) return;
+    if (!takes_its_place()) return;
     const int64_t stride = kernel.p.dbias.row_stride;
     const int pitch = plan().pitch, keys = kernel.length_k();
     T* const to = bias_row<T>(kernel.p.dbias, kernel.b, tile.h, tile.row);
@@ -83,7 +83,8 @@ struct HeldBiasGradient {
     });
   }
 
-  // Adds dS^T of a step to a gradient that several scores share.
+  // Adds dS^T of a step to a gradient that several scores share. The gradient is contiguous (zeroed_bias_gradients), so
+  // that a row has at most 256 elements.
   __device__ __forceinline__ void add_to_memory(const float (&dscores)[kTiles][4], int query) const {
     const int stride = static_cast<int>(kernel.p.dbias.row_stride), key = kernel.key();
     float* const to = bias_row<float>(kernel.p.dbias, kernel.b, tile.h, tile.row + query) + key;
@@ -101,10 +102,10 @@ struct HeldBiasGradient {
  private:
   __device__ __forceinline__ const HeadBiasPlan& plan() const { return kernel.plan.bias; }
   // Whether the gradient takes the place of the bias.
-  __device__ __forceinline__ bool is_kept() const { return kernel.p.dbias.data && !kernel.rule.dbias_is_sum; }
+  __device__ __forceinline__ bool takes_its_place() const { return kernel.p.dbias.data && !kernel.rule.dbias_is_sum; }
 
-  // The bias of a step, in pairs of neighbouring queries: [8 queries][key g or g + 8]. Elements that do not exist are
-  // of scores that the mask hides.
+  // The bias of a step, in pairs of neighbouring queries: [8 queries][key g or g + 8]. Elements outside
+  // of the bias are read as anything: the mask hides their scores.
   __device__ __forceinline__ void read(uint32_t (&bias)[kTiles][2], int query) const {
     if (has_matrices(plan(), first)) {
 #pragma unroll

@@ -23,17 +23,17 @@ inline bool runs_in_whole_heads(const AttnGradParams& p) {
          rows_are_aligned(p.out, p.head_dim_v, 2);
 }
 
-// The call whose row is the kernel of every option.
+// `call`, changed so that it runs the kernel for every option.
 inline KernelCall with_every_option(KernelCall call) {
   call.options = call.options | kUnmasked;
   return call;
 }
-// The call whose row is the kernel of `call`. Kernels of a bias alone hold it in shared memory, in the inputs' 16 bits,
-// and of up to most_keys keys. The forward holds that of 16 rows for each warp: of more than 128 keys it would leave
-// room for fewer warps.
+// The call whose row is the kernel of `call`. The kernels for a bias alone hold it in shared memory: they take a bias
+// of the inputs' 16 bits with up to most_keys keys. The forward holds 16 rows of the bias for each warp, which with
+// more than 128 keys would leave room for fewer warps.
 inline KernelCall heads_call(const AttnParams& p, const KernelCall& call, int64_t most_keys) {
-  const bool holds_bias = p.bias.data && p.bias.dtype == p.dtype && p.seqlen_k <= most_keys;
-  return call.options == kPlain || holds_bias ? call : with_every_option(call);
+  const bool may_hold_bias = p.bias.data && p.bias.dtype == p.dtype && p.seqlen_k <= most_keys;
+  return call.options == kPlain || may_hold_bias ? call : with_every_option(call);
 }
 constexpr bool holds_bias(Options kernel) { return kernel == kAnyBias; }
 
@@ -52,7 +52,8 @@ struct HeadBiasPlan {
     if (p.bias.row_stride == p.seqlen_k) return {static_cast<int>(p.seqlen_k), BiasCopy::kRun};
     return {keys + 8, BiasCopy::kElements};
   }
-  // Of a tile whose first element is anywhere in a vector. Keys up to a whole step may follow the last row.
+  // Bytes of a tile of `rows` rows, whose first element may be anywhere in a vector. Its last row may be followed by
+  // elements of keys that do not exist, up to a whole step.
   FLASHATTN_HOST_DEVICE int tile_bytes(int rows) const {
     return pitch == 0 ? 0 : (rows * pitch + 2 * kRowStep) / 8 * 8 * 2;
   }

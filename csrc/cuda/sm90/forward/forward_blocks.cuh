@@ -1,6 +1,7 @@
 // The producer warpgroup of the forward (forward.cuh) with a BlockMask (rules/mask.h). A query tile has the rows
 // of one block, and a key tile the keys of one: its key tiles are the entries of a run, the last one first. One warp
-// reads the run and loads, and two inspect the values of partial blocks.
+// reads the run and loads, and two inspect the values of partial blocks. At the end is the policy of visibility that
+// runs it (BlockVisibility).
 #pragma once
 
 #include "cuda/host/launch.cuh"
@@ -177,7 +178,7 @@ __device__ __forceinline__ void inspect_listed_values(Shared& shared, const Attn
 
 // --- the policy of visibility --------------------------------------------------------------------------------------
 
-// A BlockMask: the key tiles of a query tile are those of a run of blocks (forward_blocks.cuh).
+// A BlockMask: the key tiles of a query tile are those of a run of blocks.
 template <int kKeysOfTile, int kTeams>
 struct BlockVisibility {
   struct Walk {

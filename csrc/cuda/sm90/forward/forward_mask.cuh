@@ -1,6 +1,7 @@
 // The producer warpgroup of the forward (forward.cuh) with a Mask. Of its four warps, one finds the key tiles that
 // rows of a query tile see, one loads them, and two inspect the values of partial tiles, in which the Mask hides some
-// keys from some row. Each passes its results to the next through shared memory.
+// keys from some row. Each passes its results to the next through shared memory. At the end is the policy of visibility
+// that runs it (IntervalVisibility).
 #pragma once
 
 #include "cuda/host/launch.cuh"
@@ -335,13 +336,13 @@ __device__ __forceinline__ void inspect_masked_values(Shared& shared, const Attn
 
 // --- the policy of visibility --------------------------------------------------------------------------------------
 
-// Shared::poisoned, of the kernels that inspect values (inspect_values in forward_mask.cuh).
+// Clears Shared::poisoned, which inspect_values sets. All threads call it.
 template <class Shared>
 __device__ __forceinline__ void clear_poisoned(Shared& shared, int threads) {
   constexpr int kRows = 2 * sizeof(shared.poisoned[0]);
   for (int row = threadIdx.x; row < kRows; row += threads) shared.poisoned[0][row] = false;
 }
-// It also resets that for the query tile after the next.
+// Whether the results of this lane's rows are NaN. Resets these flags for the query tile after the next.
 template <class Shared>
 __device__ __forceinline__ void take_poisoned_rows(Shared& shared, int parity, int warp_row, bool (&poisoned)[2]) {
   bool* const rows = &shared.poisoned[parity][warp_row + quad()];
@@ -353,7 +354,7 @@ __device__ __forceinline__ void take_poisoned_rows(Shared& shared, int parity, i
   __syncwarp();
 }
 
-// A Mask: intervals of rows for each key. The producer warps find and describe the tiles (forward_mask.cuh).
+// A Mask: intervals of rows for each key. The producer warps find and describe the tiles.
 template <int kGroups>
 struct IntervalVisibility {
   using KeyTile = sm90::KeyTile<kGroups>;
