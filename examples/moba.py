@@ -1,7 +1,8 @@
 """Mixture of block attention: a GPT whose queries see their own block of tokens and the blocks that a router chooses, as in MoBA.
 
-    python examples/moba.py             on a GPU, or on the CPU in about two minutes
-    python examples/moba.py --best 5    with more blocks; 8 are full attention
+    python examples/moba.py               on a GPU, or on the CPU in about two minutes
+    python examples/moba.py --steps 30    on the CPU in about 20 seconds
+    python examples/moba.py --best 5      with more blocks; 8 are full attention
 
 The router has no weights: a block of queries sees the earlier blocks of keys whose mean has the largest product with the mean of its
 queries. The choice is new in every layer and step, and is passed as a BlockMask. The last line compares the model with the same model
