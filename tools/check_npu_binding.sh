@@ -42,7 +42,7 @@ mkdir -p "$folder"
   exit 0
 }
 rm -f "$wheel/checked"
-{ read -r _ && read -r abi && read -r includes && read -r libraries; } < <("$python" tools/find_torch_npu.py "$wheel/torch_npu")
+{ read -r _ && read -r abi && read -r includes && read -r libraries && read -r _; } < <("$python" tools/find_torch_npu.py "$wheel/torch_npu")
 make -s -j "$(nproc)" emulator CXX="$compiler"
 
 # Launchers as CANN 8 generates them.
