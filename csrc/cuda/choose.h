@@ -352,8 +352,8 @@ class Chooser {
     const Options options = options_of(p);
     if (kernel == kPlain && is_hopper()) return columns > 64 ? (p.seqlen_q <= 512 ? 64 : 0) : columns > 32 ? 80 : 256;
     if (kernel == kPlain) return columns > 64 ? 128 : columns > 32 ? 208 : 256;
-    if (is_hopper()) return options & kRare ? 208 : columns > 32 ? 64 : kernel == kAnyBias ? 128 : 96;
-    return options & (kScores | kBias | kRare) ? 256 : 96;
+    if (is_hopper()) return options & kOtherBiasOrOrigin ? 208 : columns > 32 ? 64 : kernel == kAnyBias ? 128 : 96;
+    return options & (kScores | kBias | kOtherBiasOrOrigin) ? 256 : 96;
   }
   // The backward, beside sm80/ and the faster ones of sm90/: 64x197 12x32 87.8, 174 and 101; 64x256 8x32 68.4, 132 and
   // 64.7; 64x96 12x64 67.5, 103 and 70.0; 64x128 12x64 78.5, 124 and 67.9. With dropout beside sm80/: 64x64 12x64 42.5
@@ -361,7 +361,7 @@ class Chooser {
   int64_t most_keys_of_whole_heads(const AttnGradParams& p, Options kernel, int columns) const {
     if (kernel == kPlain) return is_hopper() ? (columns > 32 ? 96 : 208) : columns > 64 ? 128 : 256;
     if (kernel == kAnyBias) return 256;
-    return !is_hopper() && options_of(p) & (kScores | kBias | kRare) ? 128 : 64;
+    return !is_hopper() && options_of(p) & (kScores | kBias | kOtherBiasOrOrigin) ? 128 : 64;
   }
   // A thread block of the backward walks over all queries of a KV head: 64x256:64 8x64 60.0, 92.9 and 41.8; 64x512:64
   // 8x64 109, 169 and 69; 4x4096:77 8x64 364, 306 and 119.

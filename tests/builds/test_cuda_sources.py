@@ -83,7 +83,7 @@ int main() {
         AttnParams p;
         p.dtype = type == kFp16 ? DType::kFloat16 : type == kBf16 ? DType::kBFloat16 : DType::kFloat32;
         p.head_dim = qk, p.head_dim_v = v;
-        for (Options options : {kPlain, kDropout, kIntervals, kScores, kBias, kRare, kScores | kDropout, kBlocks,
+        for (Options options : {kPlain, kDropout, kIntervals, kScores, kBias, kOtherBiasOrOrigin, kScores | kDropout, kBlocks,
                                 kBlocks | kScores}) {
           for (bool largest : {false, true}) {
             const KernelCall call{type, qk, v, options, largest};
@@ -108,7 +108,7 @@ int main() {
             if (options & kBlocks) q.blocks.lists = reinterpret_cast<const int32_t*>(&q);
             if (options & kScores) q.softcap = 1;
             if (options == kBias) q.bias = {&q, p.dtype, 0, 0, 0};
-            if (options == kRare) q.origin.length_mask = 0;
+            if (options == kOtherBiasOrOrigin) q.origin.length_mask = 0;
             run(every.jvp_row(q)), run(hopper.jvp_row(q));
             run(every.second_row(q)), run(hopper.second_row(q));
           }
@@ -119,7 +119,7 @@ int main() {
             run(every.forward_row(call)), run(hopper.forward_row(call));
           }
         }
-        for (Options options : {kFp8, kFp8Scores, kFp8 | kIntervals, kFp8 | kRare}) {
+        for (Options options : {kFp8, kFp8Scores, kFp8 | kIntervals, kFp8 | kOtherBiasOrOrigin}) {
           for (bool largest : {false, true}) {
             if (type != kBf16) continue;  // a prefill has widened fp8; the forward does where no kernel reads it
             const KernelCall call{type, qk, v, options, largest}, narrow{kE4m3, qk, v, options, largest};
