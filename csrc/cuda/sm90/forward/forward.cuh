@@ -206,12 +206,12 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
   }
   __device__ __forceinline__ int ping_pong() const { return kForwardPingPong + team * kGroups; }
 
-  // The BiasPlace of this warp's scores against key tile n.
-  __device__ __forceinline__ auto bias_place(const SeenWork& work, int n) const {
-    return BiasPlace{work.b, work.h, work.mask(p), work.row0 + warp_row, n * kKeys};
+  // The TileCoordinates of this warp's scores against key tile n.
+  __device__ __forceinline__ auto tile_coordinates(const SeenWork& work, int n) const {
+    return TileCoordinates{work.b, work.h, work.mask(p), work.row0 + warp_row, n * kKeys};
   }
   __device__ __forceinline__ auto begin_scores(const SeenWork& work, int n) {
-    return scoring.begin(p, [&] { return bias_place(work, n); }, shared, warp_row);
+    return scoring.begin(p, [&] { return tile_coordinates(work, n); }, shared, warp_row);
   }
   // The scores as tiles of one row tile, as functions of all architectures take them.
   __device__ __forceinline__ auto& score_tile() { return reinterpret_cast<float (&)[1][kScoreTiles][4]>(scores); }
@@ -328,8 +328,8 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
   __device__ __forceinline__ void weigh(const SeenWork& work, const KeyWalk& walk, const Limits& unmasked,
                                         const Begun& begun) {
     const int row = work.row0 + warp_row + quad(), key0 = walk.n * kKeys, key = key0 + 2 * lane_in_quad();
-    const auto place = [&] { return bias_place(work, walk.n); };
-    const auto& rule = scoring.make_logits(p, score, score_tile(), place, begun);
+    const auto coordinates = [&] { return tile_coordinates(work, walk.n); };
+    const auto& rule = scoring.make_logits(p, score, score_tile(), coordinates, begun);
     const bool before = (key0 < unmasked.begin), after = (key0 + kKeys > unmasked.end);
     // One branch around both, because most tiles take neither.
     if (before || after) {
@@ -350,7 +350,7 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
     } else {
       softmax.weigh(scores, rule, Operands::kTolerance, keep_shrink, keep_sum);
     }
-    scoring.add_centres(p, place, 0, scores, sums, shrink);
+    scoring.add_centres(p, coordinates, 0, scores, sums, shrink);
   }
 
   __device__ __forceinline__ void end_step(int n) {
