@@ -1,7 +1,7 @@
 // Policies of forward mode (jvp.cuh of both architectures) for scores: how products become stored scores, and how the
 // products of tangents become tangents of logits. All lanes of a warp call them, and their branches are warp-uniform.
-// T: the element type; kRowTiles: of a warp; kKeys: of a step. coordinates(): as in score_policy.cuh. x, tangents:
-// [row tile][column tile][4].
+// T: the element type; kRowTiles: row tiles of a warp; kKeys: keys of a step. score_policy.cuh says what coordinates()
+// is. x, tangents: [row tile][column tile][4].
 //   Rule                      the kernel's argument
 //   has_biases(p)             whether a tangent of a bias is given
 //   make_logits(...)          products of q and k become stored scores, and <tq, k> + <q, tk> becomes the part of the

@@ -23,7 +23,7 @@ enum Options : unsigned {
   kGroups = 64,  // in a backward the query heads of a group add up their dk and dv. Kernels run these calls alone
   kBrief = 128,  // a forward of few keys, whose tiles its queries and keys fill. Kernels run these calls alone
   kFp8 = 32,  // inputs that were fp8: descales, and an out of another dtype. Kernels run either these calls or others
-  kFp8Scores = 36,   // an option of a score as well
+  kFp8Scores = 36,   // kFp8 and an option of a score
   kFp8General = 54,  // every option that calls in fp8 may have: of a score, a Mask, an origin that places rows
 };
 constexpr Options operator|(Options a, Options b) { return static_cast<Options>(static_cast<unsigned>(a) | b); }

@@ -36,7 +36,7 @@ struct RowSum {
 
 struct Plan {
   int splits;     // fixed: parts per task; 0: shares
-  int part_keys;  // shares with fixed parts: keys per part; 0: a unit has kUnitKeys keys. Also in pack_gqa.h
+  int part_keys;  // shares with fixed parts: keys per part; 0: a unit has kUnitKeys keys. pack_gqa.cu sets it too
   int blocks;     // thread blocks of the launch
   int group;      // query heads per KV head (GQA)
   int row_tiles;  // row tiles per sequence, from the shapes (varlen: max_seqlen_q or total_q)

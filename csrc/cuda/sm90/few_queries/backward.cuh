@@ -146,7 +146,7 @@ struct FewQueriesBackward : FewQueriesBase<T, kHeadDim, 64 * kRowTiles, 2, kFewQ
       if (is_partial(key)) hide(x[n], row, key + warp_row() + quad());
     }
   }
-  // row, key: of the lane's first score. Its other scores belong to the next row and to key + 8.
+  // row, key: where the lane's first score is. Its other scores belong to the next row and to key + 8.
   __device__ __forceinline__ void hide(float (&x)[4], int row, int key) const {
 #pragma unroll
     for (int e = 0; e < 4; ++e) {

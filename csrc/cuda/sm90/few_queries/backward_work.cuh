@@ -26,8 +26,8 @@ struct FewQueriesWork {
   __device__ __forceinline__ bool sees_keys() const { return visible.begin < visible.end; }
 };
 
-// kHeldRows: rows of the tile; kRowStages: works whose rows are in shared memory at a time; kNumStages: of keys;
-// kReaders: warpgroups that read a stage of keys.
+// kHeldRows: rows of the tile; kRowStages: works whose rows are in shared memory at a time; kNumStages: stages of the
+// ring of keys; kReaders: warpgroups that read a stage of keys.
 template <class T, int kHeadDim, int kHeldRows, int kRowStages, int kNumStages, int kReaders>
 struct FewQueriesBase {
   static constexpr int kRows = kHeldRows, kKeys = 64, kGroups = 2, kStages = kNumStages;

@@ -56,7 +56,7 @@ struct PackGqaForward : Forward<T, kHeadDim, kHeadDim, TileOfRow, PackGqaPolicie
 
   // The parts of the keys of a sequence for one KV head.
   struct Parts {
-    int count, slot;           // slot: of the first part
+    int count, slot;           // parts, and the slot of the first one
     int first_key, part_keys;  // part_keys > 0: part n begins at key first_key + n * part_keys
 
     // key_start: the first row of the keys in their batch entry.

@@ -105,7 +105,7 @@ enum BackwardBarrier : int {
 
 // few_queries/: backward_work.cuh, backward.cuh, backward_together.cuh
 enum FewQueriesBarrier : int {
-  kFewQueriesGroup = 1,     // and 2: the warps of a warpgroup have written dS, or have read the keys
+  kFewQueriesGroup = 1,     // and 2 for the second warpgroup: its warps have written dS, or have read the keys
   kFewQueriesBoth = 3,      // both warpgroups have written scores, or have read the memory in which they exchange dq
   kFewQueriesKeysRead = 4,  // backward_together.cuh: the products of the warpgroup of dv with the keys are complete
 };
