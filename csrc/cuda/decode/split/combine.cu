@@ -100,11 +100,11 @@ __global__ void __launch_bounds__(kMostThreads)
     narrow(total * factor, row_pointer<T>(p.out, task.b, head, query) + c);
   }
   if (thread == 0) {
-    write_lse(p, task.b, head, query, max, sum);
+    store_lse(p, task.b, head, query, max, sum);
     if (p.row_maxima.data == nullptr) return;
     float largest = -infinity();
     for (int n = 0; n < count; ++n) largest = fmaxf(largest, plan.partial_largest[slot_row(n)]);
-    write_largest(p, task.b, head, query, largest);
+    store_largest(p, task.b, head, query, largest);
   }
 }
 

@@ -340,8 +340,8 @@ struct Forward {
         const bool empty = sum == 0;
         const float factor = scale / sum;
         const int row = tile_row(i) + quad() + 8 * r;
-        if (row < rows) softmax[i].write(p, b, h, start + row, r, sum);
-        scoring.write_centres(p, b, h, start + row, i, r, sum, row < rows);
+        if (row < rows) softmax[i].store_statistics(p, b, h, start + row, r, sum);
+        scoring.store_centres(p, b, h, start + row, i, r, sum, row < rows);
         if constexpr (Scoring::kIsFp8) {
           store_row_of_fp8(p, b, h, start + row, out[i], r, factor, empty, row < rows, static_cast<int>(p.head_dim_v));
         } else {

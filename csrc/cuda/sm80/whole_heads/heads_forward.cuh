@@ -49,7 +49,7 @@ struct HeadsForward {
   const typename Tile::Places places;
   const int warp;
   const Work work;
-  T *const k_tile, *const v_tile, *const q_tile;  // q_tile: of this warp
+  T *const k_tile, *const v_tile, *const q_tile;  // q_tile: the queries of this warp's unit
   bool has_values = false;
   typename Core::A queries[kSteps];
   float out[1][kOutTiles][4];
@@ -239,7 +239,7 @@ struct HeadsForward {
     const int b = ptx::opaque(static_cast<int>(blockIdx.x)) / (plan.parts * static_cast<int>(p.heads_k));
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      if (p.row_maxima.data && lane_in_quad() == r && exist[r]) write_largest(p, b, now.h, row + 8 * r, softmax.max[r]);
+      if (p.row_maxima.data && lane_in_quad() == r && exist[r]) store_largest(p, b, now.h, row + 8 * r, softmax.max[r]);
     }
     float shrink[2] = {1, 1};
     if (p.has_sink) softmax.end(head_sink(p, now.h), 1, shrink);
@@ -250,9 +250,9 @@ struct HeadsForward {
       totals[r] = softmax.total(r);
       empty[r] = totals[r] == 0;
       factors[r] = Dropping::keep_scale(p) * shrink[r] * ptx::rcp(totals[r]);
-      scoring.write_centres(p, work.b, now.h, row + 8 * r, 0, r, totals[r] / shrink[r], exist[r]);
+      scoring.store_centres(p, work.b, now.h, row + 8 * r, 0, r, totals[r] / shrink[r], exist[r]);
     }
-    softmax.write(p, b, now.h, row, totals, exist);
+    softmax.store_statistics(p, b, now.h, row, totals, exist);
     store_rows(row_pointer<T>(p.out, b, now.h, row), 8 * p.out.row_stride, out[0], factors, empty, exist,
                static_cast<int>(p.head_dim_v));
   }

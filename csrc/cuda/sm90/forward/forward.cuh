@@ -393,10 +393,10 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
       store_rows(row_pointer<T>(p.out, work.b, work.h, at), 8 * p.out.row_stride, out, factors, zero, exist, columns);
     }
     constexpr float kTotal = 1 / Scoring::kWeightScale;
-    softmax.write(p, work.b, work.h, at, {sums[0] * kTotal, sums[1] * kTotal}, exist);
+    softmax.store_statistics(p, work.b, work.h, at, {sums[0] * kTotal, sums[1] * kTotal}, exist);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      scoring.write_centres(p, work.b, work.h, at + 8 * r, 0, r, sums[r] / sink_shrink[r], exist[r]);
+      scoring.store_centres(p, work.b, work.h, at + 8 * r, 0, r, sums[r] / sink_shrink[r], exist[r]);
     }
   }
 
@@ -412,7 +412,7 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
   }
 };
 
-// Kernel: Forward, or a type derived from it that each_work and Loader give other works (invariant/, few_rows/).
+// Kernel is Forward, or a type derived from it whose each_work and Loader have other works (invariant/, few_queries/).
 template <class Kernel, class Params, class Maps, class Grid, class Score>
 __global__ void __launch_bounds__(Kernel::kThreads, 1)
     forward_kernel(const __grid_constant__ Params p, const __grid_constant__ Maps maps,
