@@ -19,11 +19,11 @@ struct FewQueriesTogether : FewQueriesBase<T, kHeadDim, 128, 1, 3, 2> {
 
   // P and dS of all rows. A warpgroup writes those of a tile while the other one may still read those of the tile
   // before.
-  struct Scores {
+  struct SharedScores {
     T weights[1][kRows][kKeys], dscores[1][kRows][kKeys];
   };
   struct Shared : Base::Shared {
-    alignas(1024) Scores scores[2];
+    alignas(1024) SharedScores scores[2];
   };
   Shared& shared;
   int buffer = 0;  // buffer of `scores`
@@ -64,7 +64,7 @@ struct FewQueriesTogether : FewQueriesBase<T, kHeadDim, 128, 1, 3, 2> {
                                                const float (&delta)[2], const FewQueriesWork& work, int key) {
     const Rows& rows = shared.rows[rows_at.stage];
     Stage& stage = shared.stages[at.stage];
-    Scores& scores = shared.scores[buffer];
+    SharedScores& scores = shared.scores[buffer];
     buffer ^= 1;
     float x[kKeys / 8][4], dx[kKeys / 8][4], sum[kColumnTiles][4];
     uint32_t packed[kKeys / 16][4];
