@@ -31,10 +31,10 @@ UNITS = {
     ("sm80", "second"): "warps, keys x queries, with 227 KB of shared memory",
     ("sm90", "forward"): "queries x keys of a step, stages, order",
     ("sm90", "invariant"): "queries x keys of a step, stages",
-    ("sm90", "packed"): "rows x keys of a step, stages",
+    ("sm90", "pack_gqa"): "rows x keys of a step, stages",
     ("sm90", "backward"): "keys x queries of a step, stages of queries and of keys, order",
     ("sm90", "heads"): "keys x queries of a step, stages of queries and of keys, order",
-    ("sm90", "resident"): "packed rows x keys of a stage, stages",
+    ("sm90", "few_queries_backward"): "rows of a KV head x keys of a stage, stages",
     ("sm90", "jvp"): "queries x keys of a step, stages",
     ("sm90", "second"): "keys x queries of a step, stages of queries",
 }
@@ -66,11 +66,11 @@ def describe(row: Row, choice: int = 0) -> str:
         return f"{tile[0]}, {tile[1]} x {tile[2]}"
     if row.architecture == "sm80":
         return f"{tile[0]}, {tile[1]} x {tile[2]}, {tile[5]}, {tile[6]}"
-    if row.stage in ("forward", "invariant", "packed", "jvp"):
+    if row.stage in ("forward", "invariant", "pack_gqa", "jvp"):
         order = ", in turn" if tile[3:4] == ("kInTurn",) else ""
         order += ", in two teams" if tile[4:] == ("true",) else ""
         return f"{64 * int(tile[0])} x {tile[1]}, {tile[2]}{order}"
-    if row.stage in ("resident", "second"):
+    if row.stage in ("few_queries_backward", "second"):
         return f"{tile[0]} x {tile[1]}, {tile[2]}"
     orders = {
         "kApart": ", dq apart",
@@ -95,19 +95,19 @@ def page() -> str:
                     f"\n## {architecture} {stage}, {TITLES.get(dtypes, ' and '.join(dtypes))}\n\n{UNITS[architecture, stage]}.\n\n"
                     + _grid(rows)
                 )
-    text += "\n## Decoding, every GPU\n\nKeys of a step, stages, by the packed rows of a tile.\n\n" + _decode_grid()
+    text += "\n## Decoding, every GPU\n\nKeys of a step, stages, by the rows of a tile.\n\n" + _decode_grid()
     few = [row for row in table() if (row.architecture, row.stage) == ("decode", "backward")]
     text += "\n## The backward with few queries, every GPU\n\n"
     for dims in sorted({row.head_dim for row in few}):
-        sizes = ", ".join(str(row.packed_rows) for row in few if row.head_dim == dims)
-        text += f"- D = {dims}, {' and '.join(few[0].dtypes)}: {sizes} packed rows\n"
+        sizes = ", ".join(str(row.tile_rows) for row in few if row.head_dim == dims)
+        text += f"- D = {dims}, {' and '.join(few[0].dtypes)}: {sizes} rows of a KV head\n"
     return text
 
 
 def _decode_grid() -> str:
     rows = [row for row in table() if row.stage == "split"]
-    columns = list(dict.fromkeys((row.dtypes, row.packed_rows) for row in rows))
-    cells = {(row.head_dim, row.dtypes, row.packed_rows): f"{row.tiles[0][3]}, {row.tiles[0][4]}" for row in rows}
+    columns = list(dict.fromkeys((row.dtypes, row.tile_rows) for row in rows))
+    cells = {(row.head_dim, row.dtypes, row.tile_rows): f"{row.tiles[0][3]}, {row.tiles[0][4]}" for row in rows}
     lines = [
         ["D", *(f"{' and '.join(dtypes)}, {count} rows" for dtypes, count in columns)],
         ["---"] * (len(columns) + 1),
@@ -128,7 +128,7 @@ def _notes(rows: Sequence[Row]) -> str:
     lines = ["\n"]
     for row in rows:
         if row.note:
-            about = in_words(row.options) or f"{' and '.join(row.dtypes)}, {row.packed_rows} rows"
+            about = in_words(row.options) or f"{' and '.join(row.dtypes)}, {row.tile_rows} rows"
             lines.append(f"- {row.head_dim}, {about}: {row.note}\n")
         elif row.group:
             groups.setdefault(row.group, []).append(row)

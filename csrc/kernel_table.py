@@ -111,8 +111,8 @@ class Row(NamedTuple):
         return self.tiles[:1] if by_memory else self.tiles
 
     @property
-    def packed_rows(self) -> int:
-        """The packed rows of a tile of decode, of one KV head."""
+    def tile_rows(self) -> int:
+        """The rows of a tile of decoding, of one KV head."""
         sizes = [int(size) for size in self.tiles[0]]
         heads = sizes[5] if len(sizes) > 5 else 1
         return 16 * sizes[0] * (sizes[1] if self.stage == "split" else 1) // heads
@@ -125,7 +125,7 @@ class Row(NamedTuple):
     def functions(self, dtype: str) -> list[str]:
         arguments = [CUDA_NAMES[dtype], str(self.head_dim)]
         if self.stage == "split":
-            arguments.append(str(self.packed_rows))
+            arguments.append(str(self.tile_rows))
         elif self.architecture == "decode":
             arguments.append(self.tiles[0][0])
         else:
@@ -138,7 +138,7 @@ class Row(NamedTuple):
         """Finds the template arguments of this row in the mangled name of a kernel."""
         mangled_type = {"fp16": "6__half", "bf16": "13__nv_bfloat16", "fp32": "f", "fp8": "NS_6Float8E"}[dtype]
         if self.architecture == "decode":
-            last = f"Li{self.packed_rows if self.stage == 'split' else self.tiles[0][0]}E"
+            last = f"Li{self.tile_rows if self.stage == 'split' else self.tiles[0][0]}E"
         else:
             last = f".*OptionsE{option_bits()[self.options]}E"
         values = rf"Li{self.head_dim_v}E" if self.architecture == "sm90" else ""

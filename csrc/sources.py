@@ -117,10 +117,10 @@ SECONDS = {
     ("sm90", "forward"): 1.2,
     ("sm90", "forward_short"): 0.7,
     ("sm90", "invariant"): 1.6,
-    ("sm90", "packed"): 1.2,
+    ("sm90", "pack_gqa"): 1.2,
     ("sm90", "backward"): 2.2,
     ("sm90", "heads"): 2.4,
-    ("sm90", "resident"): 1.8,
+    ("sm90", "few_queries_backward"): 1.8,
     ("sm90", "jvp"): 7.5,
     ("sm90", "second"): 15,
     ("decode", "split"): 2.2,
@@ -161,7 +161,7 @@ def is_checked(name: str) -> bool:
     """Whether tools/check_cuda_sources.sh compiles a source: fp16, which differs from bf16 in few lines, only for plain calls and dropout
     of head_dim 64 and 128.
     """
-    return "_fp16_" not in name or re.fullmatch(r"sm[89]0_[a-z]+_fp16_(64|128)", name) is not None
+    return "_fp16_" not in name or re.fullmatch(r"sm[89]0_[a-z_]+_fp16_(64|128)", name) is not None
 
 
 def joined(

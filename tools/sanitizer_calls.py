@@ -130,7 +130,7 @@ def call_with_caches(dtype: torch.dtype, head_dim: int) -> int:
     return len(choices) + 1
 
 
-def call_with_few_rows(dtype: torch.dtype, head_dim: int) -> int:
+def call_with_few_queries(dtype: torch.dtype, head_dim: int) -> int:
     """Runs calls with few queries for many keys: forwards, dense and packed, some with invalid cu_seqlens, and dense backwards.
 
     Returns the number of calls.
@@ -252,7 +252,7 @@ def main() -> None:
         calls += call_with_block_masks(dtype, head_dim)
         calls += call_with_biases(dtype, head_dim)
         calls += call_with_caches(dtype, head_dim)
-        calls += call_with_few_rows(dtype, head_dim)
+        calls += call_with_few_queries(dtype, head_dim)
         calls += call_invariantly(dtype, head_dim)
         if head_dim <= 128:
             calls += call_with_short_sequences(dtype, head_dim)

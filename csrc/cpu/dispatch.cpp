@@ -25,7 +25,7 @@ void decode(const DecodeParams& p) { cpu_kernels(p.dtype).decode(p); }
 
 // Whether a forward runs on the kernels of decoding, as if its keys were in a KV cache. They implement neither
 // dropout nor a relative bias, write no `centres`, and compute all keys that a Mask hides.
-bool is_few_rows(const AttnParams& p) {
+bool runs_few_queries(const AttnParams& p) {
   if (p.has_mask() || p.has_dropout() || p.relative_bias || p.centres.data) return false;
   // invariant_decode.h does not divide keys among workers. The choice does not change the bits of an invariant call.
   if (p.invariant && p.batch * p.heads_k < workers_of(p)) return false;
@@ -38,14 +38,14 @@ bool is_few_rows(const AttnParams& p) {
 }
 
 size_t forward_workspace_bytes(const AttnParams& p) {
-  if (is_few_rows(p)) return decode_workspace_bytes(cached_call(p));
+  if (runs_few_queries(p)) return decode_workspace_bytes(cached_call(p));
   return static_cast<size_t>(workers_of(p) * cpu_kernels(p.dtype).forward_scratch_bytes(p));
 }
 size_t backward_workspace_bytes(const AttnGradParams& p) {
   const CpuKernels& kernels = cpu_kernels(p.dtype);
   return static_cast<size_t>(kernels.backward_workspace_bytes(p) + workers_of(p) * kernels.backward_scratch_bytes(p));
 }
-void forward(const AttnParams& p) { is_few_rows(p) ? decode(cached_call(p)) : cpu_kernels(p.dtype).forward(p); }
+void forward(const AttnParams& p) { runs_few_queries(p) ? decode(cached_call(p)) : cpu_kernels(p.dtype).forward(p); }
 void backward(const AttnGradParams& p) { cpu_kernels(p.dtype).backward(p); }
 
 size_t jvp_workspace_bytes(const JvpParams& p) {
@@ -67,7 +67,7 @@ const Backend& cpu_backend() {
     cpu.supports_decode = supports_decode;
     cpu.decode_workspace_bytes = decode_workspace_bytes;
     cpu.decode = decode;
-    cpu.runs_few_queries = is_few_rows;
+    cpu.runs_few_queries = runs_few_queries;
     cpu.jvp_workspace_bytes = jvp_workspace_bytes;
     cpu.jvp = jvp;
     cpu.second_workspace_bytes = second_workspace_bytes;

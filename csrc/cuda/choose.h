@@ -10,8 +10,8 @@
 #include <limits>
 
 #include "backend/cached_call.h"
-#include "cuda/decode/few_rows/backward_plan.h"
-#include "cuda/decode/few_rows/packed.h"
+#include "cuda/decode/few_queries/backward_plan.h"
+#include "cuda/decode/few_queries/pack_gqa.h"
 #include "cuda/decode/prefill/cache_rows.h"
 #include "cuda/decode/prefill/chunks.h"
 #include "cuda/decode/split/decode.h"
@@ -40,10 +40,10 @@ struct Gpu {
 enum class Way {
   kTiles,    // a thread block for each tile of queries, in a backward of keys: the kernels of sm80/ and sm90/
   kChunks,   // forward: one for each chunk of keys (decode/prefill/chunks.h)
-  kPacked,   // forward: split-KV over the packed rows of a KV head (decode/few_rows/packed.h)
+  kPackGqa,  // forward: split-KV with PackGQA on the tensor cores of Hopper (decode/few_queries/pack_gqa.h)
   kSplit,    // forward: split-KV over tiles of decoding (decode/split/)
   kPrefill,  // a decoding call as a varlen forward, which makes a choice of its own (decode/prefill/prefill.h)
-  kFewRows,  // backward: split-KV over the packed rows of a KV head (decode/few_rows/few_rows.h)
+  kFewQueriesBackward,  // backward: split-KV over the rows of a KV head (decode/few_queries/backward.h)
 };
 
 // What happens to inputs before. The kernels of split-KV read fp8 as it is, with any alignment.
@@ -61,9 +61,9 @@ inline ChunkKernel chunk_tile(const TableRow& row) {
   const sm90::ForwardTile tile = compiled_tile(table_row<Stage::kSm90Invariant>(row).tiles);
   return {nullptr, tile.queries(), tiles_of_chunk(tile.keys) * tile.keys, tile.keys};
 }
-// A row of kSm90Packed; `run` is not set.
-inline decode::PackedKernel packed_tile(const TableRow& row) {
-  const auto& kernel = table_row<Stage::kSm90Packed>(row);
+// A row of kSm90PackGqa; `run` is not set.
+inline decode::PackGqaKernel pack_gqa_tile(const TableRow& row) {
+  const auto& kernel = table_row<Stage::kSm90PackGqa>(row);
   const sm90::ForwardTile tile = compiled_tile(kernel.tiles);
   return {nullptr, tile.queries(), tile.keys, kernel.head_dims.qk};
 }
@@ -126,9 +126,9 @@ class Chooser {
     const TableRow brief = brief_forward_row(p, call);
     Choice choice{brief ? brief : forward_row(call)};
     const bool is_narrow = p.dtype == DType::kFloat8;  // a prefill has already widened its keys and values
-    if (p.invariant && has_few_queries(p) && has_chunks(cached_call(p), choice.row)) {
+    if (p.invariant && prefers_chunks(p) && has_chunks(cached_call(p), choice.row)) {
       choice.way = Way::kChunks;
-    } else if (const Choice few = few_rows(p); few.row) {
+    } else if (const Choice few = few_queries(p); few.row) {
       choice = few;
       choice.inputs = is_narrow ? Inputs::kAsGiven : Inputs::kAligned;
     } else {
@@ -139,9 +139,9 @@ class Chooser {
   }
 
   Choice decode(const DecodeParams& p) const {
-    // A prefill aligns its rows. Its packed sequences, which may have any order, must not be forwards with few rows.
-    const TableRow packed = packed_row(p);
-    if (!is_prefill(p, static_cast<bool>(packed))) return split_kv(p, has_aligned_rows(p) ? packed : TableRow{});
+    // A prefill aligns its rows. Its packed sequences, which may have any order, must not be forwards with few queries.
+    const TableRow pack_gqa = pack_gqa_row(p);
+    if (!is_prefill(p, static_cast<bool>(pack_gqa))) return split_kv(p, has_aligned_rows(p) ? pack_gqa : TableRow{});
     const TableRow row = forward_row(forward_call(p));
     const bool in_chunks = p.invariant && has_chunks(p, row);
     return {row, in_chunks ? Way::kChunks : Way::kPrefill};
@@ -149,7 +149,7 @@ class Chooser {
 
   Choice backward(const AttnGradParams& p) const {
     const KernelCall call = backward_call(p, options_of(p));
-    if (const TableRow row = few_rows_row(p, call)) return {row, Way::kFewRows};
+    if (const TableRow row = few_queries_backward_row(p, call)) return {row, Way::kFewQueriesBackward};
     if (const TableRow row = heads_backward_row(p, call)) return {row};
     if (const TableRow row = hoppers<Stage::kSm90Heads>(call); row && runs_by_heads(p, row)) return {row};
     KernelCall grouped = call;
@@ -192,25 +192,25 @@ class Chooser {
   // The most queries of a sequence with which a forward is split: the tiles of the kernels of sm90/, which launch one
   // thread block for each query head and query tile, have enough rows from about 32 queries on.
   static constexpr int64_t kFewQueries = 32;
-  // The most with long keys, unless kernels of packed rows serve the call; and with these, above which the kernels of
+  // The most with long keys, unless PackGQA kernels serve the call; and with these, above which the kernels of
   // sm90/ are as fast even for one long sequence.
-  static constexpr int64_t kMostFewQueries = 64, kMostPackedQueries = 128;
+  static constexpr int64_t kMostFewQueries = 64, kMostPackGqaQueries = 128;
 
-  // The most queries by the shapes of one sequence. packs: whether the kernels of packed rows serve the call.
+  // The most queries by the shapes of one sequence. packs: whether PackGQA kernels serve the call.
   static int64_t most_few_queries(const AttnParams& p, bool packs) {
     // On an H200, 64 queries have 0.98 of the speed of a copy if the batch fills the GPU and every query head has its
-    // own keys. Where several query heads share keys, packed rows are 1.1 to 1.8 times as fast with 64 queries from
+    // own keys. Where several query heads share keys, PackGQA kernels are 1.1 to 1.8 times as fast with 64 queries from
     // 4096 keys on (with 2048 and batches of 8 they are 0.8 times), and as fast with 128. So other calls are split only
     // for sequences so long that large batches of them are rare: one sequence alone fills the GPU then, and is up to 4
     // times as fast.
-    constexpr int64_t kLongBytes = 128 << 20, kLeastPackedKeys = 4096;
+    constexpr int64_t kLongBytes = 128 << 20, kLeastPackGqaKeys = 4096;
     const bool is_long = p.seqlen_k * p.heads_k * (p.head_dim + p.head_dim_v) * key_bytes(p) >= kLongBytes;
-    if (is_long) return packs ? kMostPackedQueries : kMostFewQueries;
-    return packs && p.group_size() > 1 && p.seqlen_k >= kLeastPackedKeys ? kMostFewQueries : kFewQueries;
+    if (is_long) return packs ? kMostPackGqaQueries : kMostFewQueries;
+    return packs && p.group_size() > 1 && p.seqlen_k >= kLeastPackGqaKeys ? kMostFewQueries : kFewQueries;
   }
 
   // Whether an invariant dense call has so few queries for its keys that it runs in chunks, if its kernel has them.
-  static bool has_few_queries(const AttnParams& p) {
+  static bool prefers_chunks(const AttnParams& p) {
     return !p.is_varlen() && !p.has_mask() && p.batch * p.heads_q > 0 && p.seqlen_q > 0 && p.seqlen_q <= kFewQueries &&
            p.seqlen_k >= kLeastSplitKeys;
   }
@@ -229,37 +229,37 @@ class Chooser {
   // the calls with a Mask or a BlockMask (they skip its hidden tiles), dropout, a dense or a relative bias, or
   // `centres` (an output for the gradients of biases), and invariant calls. The rows of the others are aligned, or
   // copies of them will be.
-  Choice few_rows(const AttnParams& p) const {
+  Choice few_queries(const AttnParams& p) const {
     constexpr int64_t kWideColumns = 256, kMostNarrowRows = 64;  // above kWideColumns a tile has 16 rows
     // These come first, because every forward asks. Without query heads there may be no KV heads to divide by.
-    static_assert(kMostPackedQueries >= kMostFewQueries && kMostPackedQueries >= kFewQueries);
-    if (p.seqlen_q > kMostPackedQueries || p.seqlen_k < kLeastSplitKeys || p.heads_q == 0) return {};
+    static_assert(kMostPackGqaQueries >= kMostFewQueries && kMostPackGqaQueries >= kFewQueries);
+    if (p.seqlen_q > kMostPackGqaQueries || p.seqlen_k < kLeastSplitKeys || p.heads_q == 0) return {};
     if (p.invariant || p.has_mask() || p.has_dropout() || p.relative_bias || p.bias.data || p.centres.data) return {};
     const DecodeParams call = cached_call(p);
-    const TableRow packed = packed_row(call);
-    if (p.seqlen_q > most_few_queries(p, static_cast<bool>(packed))) return {};
+    const TableRow pack_gqa = pack_gqa_row(call);
+    if (p.seqlen_q > most_few_queries(p, static_cast<bool>(pack_gqa))) return {};
     if (std::max(p.head_dim, p.head_dim_v) > kWideColumns && p.seqlen_q * p.group_size() > kMostNarrowRows) return {};
     // The kernel numbers the units (decode/split/plan.h) in 32 bits.
     const int64_t tiles = p.seqlen_q * p.group_size() / 16 + 1,
                   units = batch_entries(p) * key_rows(p) / decode::kUnitKeys + p.batch;
     if (p.heads_k * units > std::numeric_limits<int32_t>::max() / (2 * tiles)) return {};
     if (p.dtype == DType::kFloat64 || !has_shared_memory(call)) return {};
-    return split_kv(call, packed);
+    return split_kv(call, pack_gqa);
   }
 
-  // packed: the kernel of packed rows, if the call has one and its rows are aligned.
-  Choice split_kv(const DecodeParams& p, const TableRow& packed) const {
-    if (packed) return {packed, Way::kPacked, Inputs::kAsGiven};
+  // pack_gqa: the PackGQA kernel, if the call has one and its rows are aligned.
+  Choice split_kv(const DecodeParams& p, const TableRow& pack_gqa) const {
+    if (pack_gqa) return {pack_gqa, Way::kPackGqa, Inputs::kAsGiven};
     return {split_row(p), Way::kSplit, Inputs::kAsGiven};
   }
 
-  // The kernel of packed rows for a call whose rows are aligned; none: it runs tiles of decoding.
-  TableRow packed_row(const DecodeParams& p) const {
-    const TableRow row = hoppers<Stage::kSm90Packed>(forward_call(p));
+  // The PackGQA kernel for a call whose rows are aligned; none: it runs tiles of decoding.
+  TableRow pack_gqa_row(const DecodeParams& p) const {
+    const TableRow row = hoppers<Stage::kSm90PackGqa>(forward_call(p));
     if (!row || p.is_fp8 || p.invariant || p.num_splits > 0 || p.cache.block_table) return {};
-    if ((p.is_varlen() && !p.splits_alone) || p.seqlen_q > kMostPackedQueries) return {};
+    if ((p.is_varlen() && !p.splits_alone) || p.seqlen_q > kMostPackGqaQueries) return {};
     if (p.batch * p.heads_q * query_rows(p) == 0 || p.cache.entries == 0 || p.seqlen_k < kLeastSplitKeys) return {};
-    const decode::PackedKernel kernel = packed_tile(row);
+    const decode::PackGqaKernel kernel = pack_gqa_tile(row);
     // Tiles of 16 rows of the other kernels are as fast; in a forward with more than 128 columns 0.86 times. Few
     // queries leave most rows of a block empty, which costs nothing as long as there is one tile.
     const int64_t rows = p.seqlen_q * p.group_size(), least = kernel.columns > 128 ? 9 : 17;
@@ -309,7 +309,7 @@ class Chooser {
     return p.heads_k % heads == 0 && adjacent(p.k, p.head_dim) && adjacent(p.v, p.head_dim_v);
   }
 
-  // packs: whether a kernel of packed rows computes the call if it is no prefill.
+  // packs: whether a PackGQA kernel computes the call if it is no prefill.
   bool is_prefill(const DecodeParams& p, bool packs) const {
     using namespace decode;
     if (p.invariant) return p.batch * p.heads_q > 0 && packed_queries(p) > 0;
@@ -318,7 +318,7 @@ class Chooser {
     constexpr int64_t kManyRows = 1024, kTileQueries = 128;
     if (p.num_splits > 0) return false;  // bit-identical in every batch: the kernel must not depend on the batch size
     // Calls that the forward computes on the decoding kernels stay there: these would read a widened copy as fp8.
-    if (p.seqlen_q <= (packs ? kMostPackedQueries : kMostFewQueries) || p.has_intervals() || p.cache.entries == 0)
+    if (p.seqlen_q <= (packs ? kMostPackGqaQueries : kMostFewQueries) || p.has_intervals() || p.cache.entries == 0)
       return false;
     if (p.alibi_batch_stride % 2 != 0) return false;
     // Fp8 queries are not widened here, and keys and values are widened in whole vectors only.
@@ -352,8 +352,8 @@ class Chooser {
     const Options options = options_of(p);
     if (kernel == kPlain && is_hopper()) return columns > 64 ? (p.seqlen_q <= 512 ? 64 : 0) : columns > 32 ? 80 : 256;
     if (kernel == kPlain) return columns > 64 ? 128 : columns > 32 ? 208 : 256;
-    if (is_hopper()) return options & kRare ? 208 : columns > 32 ? 64 : kernel == kAnyBias ? 128 : 96;
-    return options & (kScores | kBias | kRare) ? 256 : 96;
+    if (is_hopper()) return options & kOtherBiasOrOrigin ? 208 : columns > 32 ? 64 : kernel == kAnyBias ? 128 : 96;
+    return options & (kScores | kBias | kOtherBiasOrOrigin) ? 256 : 96;
   }
   // The backward, beside sm80/ and the faster ones of sm90/: 64x197 12x32 87.8, 174 and 101; 64x256 8x32 68.4, 132 and
   // 64.7; 64x96 12x64 67.5, 103 and 70.0; 64x128 12x64 78.5, 124 and 67.9. With dropout beside sm80/: 64x64 12x64 42.5
@@ -361,11 +361,11 @@ class Chooser {
   int64_t most_keys_of_whole_heads(const AttnGradParams& p, Options kernel, int columns) const {
     if (kernel == kPlain) return is_hopper() ? (columns > 32 ? 96 : 208) : columns > 64 ? 128 : 256;
     if (kernel == kAnyBias) return 256;
-    return !is_hopper() && options_of(p) & (kScores | kBias | kRare) ? 128 : 64;
+    return !is_hopper() && options_of(p) & (kScores | kBias | kOtherBiasOrOrigin) ? 128 : 64;
   }
   // A thread block of the backward walks over all queries of a KV head: 64x256:64 8x64 60.0, 92.9 and 41.8; 64x512:64
   // 8x64 109, 169 and 69; 4x4096:77 8x64 364, 306 and 119.
-  bool has_few_queries_for_whole_heads(const AttnGradParams& p, Options kernel, int columns) const {
+  bool queries_suit_whole_heads(const AttnGradParams& p, Options kernel, int columns) const {
     const int64_t queries = p.seqlen_q * p.group_size();
     if (kernel == kAnyBias || (kernel == kPlain && !is_hopper())) return queries <= 512;
     return queries <= 256 && (columns <= 32 || p.seqlen_q <= 128);
@@ -416,7 +416,7 @@ class Chooser {
                       plan.warps() <= compiled_tile(kernel.tiles).warps &&
                       has_room(plan.shared_bytes(columns), p.batch * p.heads_k);
     if (!fits && kernel.options == kAnyBias) return heads_backward_row(p, sm80::with_every_option(call));
-    return fits && has_few_queries_for_whole_heads(p, kernel.options, columns) ? row : TableRow{};
+    return fits && queries_suit_whole_heads(p, kernel.options, columns) ? row : TableRow{};
   }
 
   // --- values in e4m3 ------------------------------------------------------------------------------------------------
@@ -432,12 +432,12 @@ class Chooser {
 
   // --- backwards -----------------------------------------------------------------------------------------------------
 
-  // The kernel of a backward with few rows: dense float16 and bfloat16 calls with head dims up to 128, without options
-  // of a score and biases, whose packed rows of one KV head fit in a tile. With more rows the kernels of sm80/ and
+  // The kernel of a backward with few queries: dense float16 and bfloat16 calls with head dims up to 128, without
+  // options of a score and biases, whose rows of one KV head fit in a tile. With more rows the kernels of sm80/ and
   // sm90/ keep the tensor cores busy.
-  TableRow few_rows_row(const AttnGradParams& p, const KernelCall& call) const {
+  TableRow few_queries_backward_row(const AttnGradParams& p, const KernelCall& call) const {
     if (p.has_score_option() || p.has_bias() || p.has_mask() || p.has_dropout()) return {};
-    // The packed rows of a KV head must fit in a tile, but a varlen sequence may have more queries than max_seqlen_q.
+    // The rows of a KV head must fit in a tile, but a varlen sequence may have more queries than max_seqlen_q.
     if (p.is_varlen() || p.seqlen_q == 0 || p.heads_q == 0 || p.seqlen_k < kLeastSplitKeys) return {};
     // The tile of 16 rows of the kernels for every GPU is as fast: on an H200 1 x 1 x 65536 keys of 32:8 heads of 128
     // are read and written at 0.84 of the bandwidth of a copy, with Hopper's own kernel at 0.83; 8 x 4 x 16384 at 0.85
@@ -445,16 +445,16 @@ class Chooser {
     constexpr int64_t kNarrowRows = 16;
     const int64_t rows = p.seqlen_q * p.group_size();
     const bool aligned = rows_are_aligned(p.dk, p.head_dim, 2) && rows_are_aligned(p.dv, p.head_dim_v, 2);
-    if (const TableRow own = hoppers<Stage::kSm90Resident>(call); own && rows > kNarrowRows && aligned) {
-      if (rows <= compiled_tile(table_row<Stage::kSm90Resident>(own).tiles).rows) return own;
+    if (const TableRow own = hoppers<Stage::kSm90FewQueriesBackward>(call); own && rows > kNarrowRows && aligned) {
+      if (rows <= compiled_tile(table_row<Stage::kSm90FewQueriesBackward>(own).tiles).rows) return own;
     }
     int i = -1;
-    for (const FewRowsRow& row : kernel_table::kFewRowsBackward) {
+    for (const FewQueriesRow& row : kernel_table::kFewQueriesBackward) {
       ++i;
       if (!(row.types & call.type) || std::max(p.head_dim, p.head_dim_v) > row.head_dim) continue;
       if (rows > 16 * row.row_tiles) continue;
       if (decode::shared_bytes_of(row) > gpu_.block_shared) return {};
-      return {Stage::kFewRowsBackward, i, call.type};
+      return {Stage::kFewQueriesBackward, i, call.type};
     }
     return {};
   }

@@ -15,8 +15,8 @@
 
 #include "backend/backend.h"
 #include "cuda/choose.h"
-#include "cuda/decode/few_rows/few_rows.h"
-#include "cuda/decode/few_rows/packed.h"
+#include "cuda/decode/few_queries/backward.h"
+#include "cuda/decode/few_queries/pack_gqa.h"
 #include "cuda/decode/prefill/chunks.h"
 #include "cuda/decode/prefill/prefill.h"
 #include "cuda/decode/split/decode.h"
@@ -87,10 +87,10 @@ struct EveryGpu {
   // Workspace beside copies of inputs.
   static size_t forward_bytes(const Choice&, const AttnParams&) { return 0; }
   static ChunkKernel chunk_kernel(const TableRow&) { return {}; }
-  static decode::PackedKernel packed_kernel(const TableRow&) { return {}; }
-  static decode::FewRowsKernel few_rows_kernel(const TableRow& row) {
-    const FewRowsRow& kernel = table_row<Stage::kFewRowsBackward>(row);
-    return {kernel_of<Stage::kFewRowsBackward>(row).backward, kernel.head_dim, decode::shared_bytes_of(kernel)};
+  static decode::PackGqaKernel pack_gqa_kernel(const TableRow&) { return {}; }
+  static decode::FewQueriesKernel few_queries_kernel(const TableRow& row) {
+    const FewQueriesRow& kernel = table_row<Stage::kFewQueriesBackward>(row);
+    return {kernel_of<Stage::kFewQueriesBackward>(row).backward, kernel.head_dim, decode::shared_bytes_of(kernel)};
   }
   static void run_backward(const TableRow& row, const AttnGradParams& p) {
     if (row.stage == Stage::kSm80HeadsBackward) return kernel_of<Stage::kSm80HeadsBackward>(row).heads_backward(p);
@@ -252,12 +252,12 @@ class Dispatch {
   // A call that a choice of split-KV or chunks runs, with rows that the kernel can read.
   static size_t split_bytes(const Choice& choice, const DecodeParams& p) {
     if (choice.way == Way::kChunks) return decode::chunk_bytes(p, Architecture::chunk_kernel(choice.row));
-    if (choice.way == Way::kPacked) return decode::packed_bytes(p, Architecture::packed_kernel(choice.row));
+    if (choice.way == Way::kPackGqa) return decode::pack_gqa_bytes(p, Architecture::pack_gqa_kernel(choice.row));
     return decode::workspace_bytes(p, split_kernel(choice.row));
   }
   static void run_split(const Choice& choice, const DecodeParams& p) {
     if (choice.way == Way::kChunks) return decode::run_chunks(p, Architecture::chunk_kernel(choice.row));
-    if (choice.way == Way::kPacked) return decode::run_packed(p, Architecture::packed_kernel(choice.row));
+    if (choice.way == Way::kPackGqa) return decode::run_pack_gqa(p, Architecture::pack_gqa_kernel(choice.row));
     decode::run(p, split_kernel(choice.row));
   }
   static decode::SplitKernel split_kernel(const TableRow& row) {
@@ -303,8 +303,8 @@ class Dispatch {
 
   static size_t backward_workspace_bytes(const AttnGradParams& p) {
     const Choice choice = choice_of(p);
-    const size_t bytes = choice.way == Way::kFewRows
-                             ? decode::few_rows_bytes(p, Architecture::few_rows_kernel(choice.row))
+    const size_t bytes = choice.way == Way::kFewQueriesBackward
+                             ? decode::few_queries_backward_bytes(p, Architecture::few_queries_kernel(choice.row))
                              : Architecture::backward_bytes(choice.row, p);
     return static_cast<size_t>(aligned_copy_bytes(p)) + bytes;
   }
@@ -312,8 +312,9 @@ class Dispatch {
     set_unowned_rows(p);
     const Choice choice = choice_of(p);
     const AttnGradParams call = align_inputs(p);
-    choice.way == Way::kFewRows ? decode::run_few_rows(call, Architecture::few_rows_kernel(choice.row))
-                                : Architecture::run_backward(choice.row, call);
+    choice.way == Way::kFewQueriesBackward
+        ? decode::run_few_queries_backward(call, Architecture::few_queries_kernel(choice.row))
+        : Architecture::run_backward(choice.row, call);
   }
   static bool writes_bias_gradient(const AttnGradParams& p) {
     const TableRow row = choice_of(p).row;

@@ -90,7 +90,7 @@ def results(tensors: Any, options: dict[str, Any], packed: bool) -> tuple[torch.
     return out.unflatten(0, (2, -1)), lse.unflatten(1, (2, -1)).transpose(0, 1)
 
 
-def runs_few_rows(tensors: Any, longer: Any, name: str, packed: bool) -> bool:
+def runs_few_queries(tensors: Any, longer: Any, name: str, packed: bool) -> bool:
     """Whether a call ran the kernels for few queries: on a GPU by their names, on the CPU by bits other than those of a longer call."""
     q, device = tensors[0], str(tensors[0].device)
     options = options_of(name, q.shape[1], q.shape[2], device, packed)
@@ -98,7 +98,7 @@ def runs_few_rows(tensors: Any, longer: Any, name: str, packed: bool) -> bool:
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
             results(tensors, options, packed)
             torch.cuda.synchronize()
-        return any(re.search(r"decode::|PackedForward", event.key) for event in recorded.key_averages())
+        return any(re.search(r"decode::|PackGqaForward", event.key) for event in recorded.key_averages())
     out, lse = results(tensors, options, packed)
     out_of_long, lse_of_long = results(longer, options_of(name, LONG, q.shape[2], device, packed), packed)
     is_same = torch.equal(out, out_of_long[:, -q.shape[1] :]) and torch.equal(lse, lse_of_long[..., -q.shape[1] :])
@@ -125,7 +125,7 @@ def test_a_reason_is_given_exactly_where_few_queries_run_other_kernels(
         tensors = inputs(rows, heads, dims, dtype, device)
         support = support_of(tensors, options_of(name, rows, heads[0], device, packed), packed)
         assert support and support.refusal == ""
-        assert (support.slow == "") == runs_few_rows(tensors, longer, name, packed)
+        assert (support.slow == "") == runs_few_queries(tensors, longer, name, packed)
         is_lacking = name in NAMES and not (name == "bias" and device == "cpu")
         expected = [NAMES[name]] if is_lacking else []
         assert re.findall(r"because of (.*?)\. ", support.slow) == expected
@@ -139,8 +139,8 @@ def test_the_reason_follows_the_width_of_vectors(isa: str, rows: int, name: str)
     """How many queries are few depends on the instruction set; the call without options tells."""
     longer, tensors = (inputs(count, (4, 2), (32, 32), torch.float32, "cpu") for count in (LONG, rows))
     slow = support_of(tensors, options_of(name, rows, 4, "cpu"), False).slow
-    is_few = runs_few_rows(tensors, longer, "plain", False)
-    assert (slow != "") == (is_few and not runs_few_rows(tensors, longer, name, False))
+    is_few = runs_few_queries(tensors, longer, "plain", False)
+    assert (slow != "") == (is_few and not runs_few_queries(tensors, longer, name, False))
 
 
 @pytest.mark.no_emulator

@@ -26,7 +26,7 @@ constexpr const char* kStages[] = {
 #define STAGE(architecture, array, stage, header, entries) #array,
 #include "cuda/table/stages.def"
 };
-constexpr const char* kWays[] = {"tiles", "chunks", "packed", "split", "prefill", "few_rows"};
+constexpr const char* kWays[] = {"tiles", "chunks", "pack_gqa", "split", "prefill", "few_queries_backward"};
 constexpr const char* kInputs[] = {"as_given", "aligned", "widened"};
 
 TensorView rows_of(int64_t heads, int64_t columns, int64_t rows) {
@@ -132,17 +132,17 @@ CALLS = {
     "forward Sq=64 Sk=64 invariant=1": "tiles kSm90Invariant aligned 0",
     "forward Sq=64 Sk=64 type=fp32": "tiles kSm80Forward aligned 0",
     "forward Sq=208 Sk=208 D=64 sm80=1 shared=48": "tiles kSm80Forward aligned 0",
-    # Few queries: tiles of decoding, packed rows from 17 rows of a KV head on, and chunks of invariant calls.
+    # Few queries: tiles of decoding, PackGQA from 17 rows of a KV head on, and chunks of invariant calls.
     "forward Sq=1 Sk=4096": "split kDecode aligned 0",
     "forward Sq=1 Sk=511": "tiles kSm90Forward aligned 0",
     "forward Sq=1 Sk=4096 mask=1": "tiles kSm90Forward aligned 0",
-    "forward Sq=9 Sk=4096 Hq=4": "packed kSm90Packed aligned 0",
+    "forward Sq=9 Sk=4096 Hq=4": "pack_gqa kSm90PackGqa aligned 0",
     "forward Sq=9 Sk=4096 Hq=4 softcap=30": "split kDecode aligned 0",
     "forward Sq=9 Sk=4096 Hq=4 sm80=1": "split kDecode aligned 0",
     "forward Sq=33 Sk=4096": "tiles kSm90Forward aligned 0",
-    "forward Sq=64 Sk=4096 Hq=4": "packed kSm90Packed aligned 0",
+    "forward Sq=64 Sk=4096 Hq=4": "pack_gqa kSm90PackGqa aligned 0",
     "forward Sq=64 Sk=2048 Hq=4": "tiles kSm90Forward aligned 0",
-    "forward Sq=128 Sk=1000000 Hq=4": "packed kSm90Packed aligned 0",
+    "forward Sq=128 Sk=1000000 Hq=4": "pack_gqa kSm90PackGqa aligned 0",
     "forward Sq=129 Sk=1000000 Hq=4": "tiles kSm90Forward aligned 0",
     "forward Sq=1 Sk=4096 invariant=1": "chunks kSm90Invariant aligned 0",
     "forward Sq=33 Sk=4096 invariant=1": "tiles kSm90Invariant aligned 0",
@@ -154,12 +154,12 @@ CALLS = {
     "forward Sq=1 Sk=4096 type=fp8": "split kDecode as_given 0",
     # Decoding: many queries and enough of them to fill the GPU are a prefill.
     "decode Sq=1 Sk=4096": "split kDecode as_given 0",
-    "decode Sq=65 Sk=4096 Hk=32": "packed kSm90Packed as_given 0",
+    "decode Sq=65 Sk=4096 Hk=32": "pack_gqa kSm90PackGqa as_given 0",
     "decode Sq=512 Sk=4096 Hk=32": "prefill kSm90Forward aligned 0",
     "decode Sq=512 Sk=4096 Hk=32 processors=257": "split kDecode as_given 0",
     "decode Sq=1 Sk=4096 invariant=1": "chunks kSm90Invariant aligned 0",
     "decode Sq=512 Sk=4096 invariant=1": "prefill kSm90Invariant aligned 0",
-    # Backwards: general, of groups that add up, of many short sequences, with few rows.
+    # Backwards: general, of groups that add up, of many short sequences, with few queries.
     "backward B=8 Hk=32 Sq=4096 Sk=4096": "tiles kSm90Backward aligned 0",
     "backward Hk=2 Hq=8 Sq=1024 Sk=1024": "tiles kSm90Backward aligned 0",
     "backward B=33 Hk=4 Sq=512 Sk=512 causal=1": "tiles kSm90Heads aligned 0",
@@ -199,10 +199,10 @@ CALLS = {
     "forward Sq=136 Sk=136 D=32 bias=1": "tiles kSm90Forward aligned 0",
     "forward Sq=197 Sk=197 D=64 bias=1": "tiles kSm80HeadsForward aligned 0",
     "forward Sq=197 Sk=197 D=64 bias=1 deterministic=1": "tiles kSm90Forward aligned 0",
-    "backward Sq=16 Sk=4096": "few_rows kFewRowsBackward aligned 0",
-    "backward Sq=17 Sk=4096": "few_rows kSm90Resident aligned 0",
+    "backward Sq=16 Sk=4096": "few_queries_backward kFewQueriesBackward aligned 0",
+    "backward Sq=17 Sk=4096": "few_queries_backward kSm90FewQueriesBackward aligned 0",
     "backward Sq=64 Sk=4096 sm80=1 shared=99": "tiles kSm80Backward aligned 0",
-    "backward Sq=64 Sk=4096 D=64 sm80=1 shared=99": "few_rows kFewRowsBackward aligned 0",
+    "backward Sq=64 Sk=4096 D=64 sm80=1 shared=99": "few_queries_backward kFewQueriesBackward aligned 0",
 }
 
 

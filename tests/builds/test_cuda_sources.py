@@ -66,16 +66,16 @@ int main() {
   for (const auto& row : kernel_table::kSm90Forward) print("kSm90Forward", row);
   for (const auto& row : kernel_table::kSm90ShortForward) print("kSm90ShortForward", row);
   for (const auto& row : kernel_table::kSm90Invariant) print("kSm90Invariant", row);
-  for (const auto& row : kernel_table::kSm90Packed) print("kSm90Packed", row);
+  for (const auto& row : kernel_table::kSm90PackGqa) print("kSm90PackGqa", row);
   for (const auto& row : kernel_table::kSm90Backward) print("kSm90Backward", row);
   for (const auto& row : kernel_table::kSm90Heads) print("kSm90Heads", row);
-  for (const auto& row : kernel_table::kSm90Resident) print("kSm90Resident", row);
+  for (const auto& row : kernel_table::kSm90FewQueriesBackward) print("kSm90FewQueriesBackward", row);
   for (const auto& row : kernel_table::kSm90Jvp) print("kSm90Jvp", row);
   for (const auto& row : kernel_table::kSm90Second) print("kSm90Second", row);
   for (const auto& row : kernel_table::kDecode)
     std::printf("row kDecode %u %d %d %d\n", row.types, row.head_dim, row.tile.rows(), row.spill);
-  for (const auto& row : kernel_table::kFewRowsBackward)
-    std::printf("row kFewRowsBackward %u %d %d %d\n", row.types, row.head_dim, 16 * row.row_tiles, row.spill);
+  for (const auto& row : kernel_table::kFewQueriesBackward)
+    std::printf("row kFewQueriesBackward %u %d %d %d\n", row.types, row.head_dim, 16 * row.row_tiles, row.spill);
   const Chooser every(Family::kEveryGpu, {}), hopper(Family::kHopper, {});
   for (unsigned type : {1u, 2u, 4u}) {
     for (int qk = 1; qk <= 512; ++qk) {
@@ -83,12 +83,12 @@ int main() {
         AttnParams p;
         p.dtype = type == kFp16 ? DType::kFloat16 : type == kBf16 ? DType::kBFloat16 : DType::kFloat32;
         p.head_dim = qk, p.head_dim_v = v;
-        for (Options options : {kPlain, kDropout, kIntervals, kScores, kBias, kRare, kScores | kDropout, kBlocks,
+        for (Options options : {kPlain, kDropout, kIntervals, kScores, kBias, kOtherBiasOrOrigin, kScores | kDropout, kBlocks,
                                 kBlocks | kScores}) {
           for (bool largest : {false, true}) {
             const KernelCall call{type, qk, v, options, largest};
             run(every.forward_row(call)), run(hopper.forward_row(call));
-            run_if_served<Stage::kSm90Packed>(call);        // others run the kernels of decode/
+            run_if_served<Stage::kSm90PackGqa>(call);        // others run the kernels of decode/
             run_if_served<Stage::kSm80HeadsForward>(call);  // more keys run the rows above
             run_if_served<Stage::kSm90ShortForward>(call);
             if (options == kPlain) run_if_served<Stage::kSm90Forward>({type, qk, v, kBrief});  // few keys
@@ -100,7 +100,7 @@ int main() {
             if (options == kPlain) run_if_served<Stage::kSm90Backward>({type, qk, v, kGroups});
             run_if_served<Stage::kSm80HeadsBackward, false>(call);  // more keys or queries run the row above
             run_if_served<Stage::kSm90Heads>(call);     // others, and few or long sequences, run the row above
-            run_if_served<Stage::kSm90Resident>(call);  // others run those of decode/ or of many queries
+            run_if_served<Stage::kSm90FewQueriesBackward>(call);  // others run those of decode/ or of many queries
             if (qk > 256 || v > 256) continue;          // supports() refuses derivatives above
             AttnParams q = p;
             if (options & kDropout) q.dropout_threshold = 128;
@@ -108,7 +108,7 @@ int main() {
             if (options & kBlocks) q.blocks.lists = reinterpret_cast<const int32_t*>(&q);
             if (options & kScores) q.softcap = 1;
             if (options == kBias) q.bias = {&q, p.dtype, 0, 0, 0};
-            if (options == kRare) q.origin.length_mask = 0;
+            if (options == kOtherBiasOrOrigin) q.origin.length_mask = 0;
             run(every.jvp_row(q)), run(hopper.jvp_row(q));
             run(every.second_row(q)), run(hopper.second_row(q));
           }
@@ -119,7 +119,7 @@ int main() {
             run(every.forward_row(call)), run(hopper.forward_row(call));
           }
         }
-        for (Options options : {kFp8, kFp8Scores, kFp8 | kIntervals, kFp8 | kRare}) {
+        for (Options options : {kFp8, kFp8Scores, kFp8 | kIntervals, kFp8 | kOtherBiasOrOrigin}) {
           for (bool largest : {false, true}) {
             if (type != kBf16) continue;  // a prefill has widened fp8; the forward does where no kernel reads it
             const KernelCall call{type, qk, v, options, largest}, narrow{kE4m3, qk, v, options, largest};
@@ -154,7 +154,7 @@ def test_python_reads_the_rows_that_the_compiler_reads() -> None:
     for row in ROWS:
         about: list[object] = [row.array, sum(bits[dtype] for dtype in row.dtypes), row.head_dim]
         if row.architecture == "decode":
-            about.append(row.packed_rows)
+            about.append(row.tile_rows)
         else:
             about += [row.head_dim_v, kernel_table.option_bits()[row.options], gpus.index(row.gpus)]
         about.append(-1 if row.spill is None else row.spill)
@@ -483,7 +483,7 @@ def test_rows_name_their_kernels() -> None:
             if row.options:
                 last = f"LNS_7OptionsE{kernel_table.option_bits()[row.options]}E"
             else:
-                last = f"Li{row.packed_rows // (1 if row.stage == 'split' else 16)}E"
+                last = f"Li{row.tile_rows // (1 if row.stage == 'split' else 16)}E"
             values = f"Li{row.head_dim_v}E" if row.architecture == "sm90" else ""
             name = f"kernelI{arguments}Li{row.head_dim}E{last}{values}EE"
             assert [its for its, one in rows if its.mangled(one).search(name)] == [row]

@@ -53,11 +53,11 @@ MAY_INCLUDE: dict[str, tuple[str, ...]] = {
     "cuda/passes": (GROUND, "rules", *CUDA[:4]),
     "cuda/stages": (GROUND, "rules", *CUDA[:6]),
     "cuda/decode/split": (GROUND, "rules", "backend", *CUDA),
-    "cuda/decode/few_rows": (GROUND, "rules", "backend", *CUDA, "cuda/decode/split"),
-    "cuda/decode/prefill": (GROUND, "rules", "backend", *CUDA, "cuda/decode/split", "cuda/decode/few_rows"),
+    "cuda/decode/few_queries": (GROUND, "rules", "backend", *CUDA, "cuda/decode/split"),
+    "cuda/decode/prefill": (GROUND, "rules", "backend", *CUDA, "cuda/decode/split", "cuda/decode/few_queries"),
     "cuda": (
         *(GROUND, "rules", "backend", "cuda/host", "cuda/passes", "cuda/table"),
-        *(f"cuda/decode/{name}" for name in ("split", "few_rows", "prefill")),
+        *(f"cuda/decode/{name}" for name in ("split", "few_queries", "prefill")),
         *("cuda/sm80/shared", "cuda/sm80/whole_heads", "cuda/sm90/shared", "cuda/sm90/fp8", "cuda/sm90/forward_short"),
     ),
     # An architecture itself dispatches calls; of its folders none includes a sibling but shared.
@@ -74,7 +74,7 @@ MAY_INCLUDE: dict[str, tuple[str, ...]] = {
     "cuda/sm90/forward_short": SM90,
     "cuda/sm90/forward_large": (*SM90, "cuda/sm90/forward"),
     "cuda/sm90/invariant": (*SM90, "cuda/sm90/forward"),
-    "cuda/sm90/few_rows": (*SM90, "backend", "cuda/decode/few_rows", "cuda/sm90/forward"),
+    "cuda/sm90/few_queries": (*SM90, "backend", "cuda/decode/few_queries", "cuda/sm90/forward"),
     "cuda/sm90/backward": SM90,
     "cuda/sm90/backward_wide": SM90,
     "cuda/sm90/backward_short": SM90,

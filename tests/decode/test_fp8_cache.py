@@ -233,7 +233,7 @@ def test_a_sink_far_above_the_logits(device: str) -> None:
     "options", [{}, {"softmax_scale": -0.2}, {"softcap": 3.0}, {"softcap": 3.0, "softmax_scale": -0.2}]
 )
 def test_queries_of_any_magnitude(device: str, q_is_fp8: bool, options: dict[str, Any]) -> None:
-    """Far outside the range of float16, in one tile of packed rows; the descales make the logits ordinary again."""
+    """Far outside the range of float16, in one tile of rows of a KV head; the descales make the logits ordinary again."""
     magnitudes = torch.tensor([2.0**-9, 448.0] if q_is_fp8 else [2.0**60, 2.0**-110])
     q = torch.randn(2, 3, 4, 64) * torch.logspace(0, -30, 64, 2.0)  # in each row as well
     q = (q.clamp(-1, 1) * magnitudes.repeat_interleave(2)[:, None]).to(FP8 if q_is_fp8 else torch.bfloat16)

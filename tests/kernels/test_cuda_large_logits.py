@@ -1,4 +1,4 @@
-"""The cases of test_large_logits.py that choose a CUDA kernel: classes of head dims, whole heads, resident rows, splits, fp8 and sm_80."""
+"""The cases of test_large_logits.py that choose a CUDA kernel: classes of head dims, whole heads, few queries, splits, fp8 and sm_80."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ def test_whole_heads(D: int, causal: bool, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("magnitude", [10, 40, 3e5], ids="{:g}".format)
 @pytest.mark.parametrize("Sq,Hq,Hk", [(1, 2, 2), (5, 4, 1), (17, 2, 2), (40, 2, 2), (32, 4, 1), (64, 2, 2)])
 @pytest.mark.parametrize("D", [64, 128])
-def test_few_rows(backend: str, D: int, Sq: int, Hq: int, Hk: int, magnitude: float, dtype: torch.dtype) -> None:
-    """1 to 128 packed rows: kernels that split the keys, and backwards that keep all rows."""
+def test_few_queries(backend: str, D: int, Sq: int, Hq: int, Hk: int, magnitude: float, dtype: torch.dtype) -> None:
+    """1 to 128 rows of a KV head: kernels that split the keys, and backwards that keep all rows."""
     check(Case(dtype=dtype, **sizes(D, Sq=Sq, Sk=5000, Hq=Hq, Hk=Hk)), "cuda", magnified(magnitude))
 
 

@@ -27,7 +27,7 @@ VIEWS = ("plain", "transposed", "padded", "offset", "expanded", "strided_last")
 
 
 def has_fp8_products(device: str) -> bool:
-    """Whether the forward multiplies in e4m3 there, where no kernel for few rows serves the call."""
+    """Whether the forward multiplies in e4m3 there, where no kernel for few queries serves the call."""
     if device != "cuda" or "cuda-sm90" not in flashattn_ext.build_info()["backends"]:
         return False
     return flashattn_ext._C.forced_backend() != "cuda-sm80" and torch.cuda.get_device_capability() == (9, 0)

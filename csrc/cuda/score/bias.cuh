@@ -146,9 +146,9 @@ struct TileBias : DistanceBias<kTransposed, kRowTiles, kColumnTiles> {
   using Narrow = std::conditional_t<sizeof(T) == 2, T, __nv_bfloat16>;
 };
 
-// The place of a warp's tile of scores, on which its biases depend: it begins at row `row` and key `key` of a head.
+// Where a warp's tile of scores is, on which its biases depend: it begins at row `row` and key `key` of a head.
 template <class Mask>
-struct BiasPlace {
+struct TileCoordinates {
   int b, h;
   Mask mask;
   int row, key;
@@ -160,7 +160,7 @@ struct BiasPlace {
   }
 };
 template <class Mask>
-BiasPlace(int, int, Mask, int, int) -> BiasPlace<Mask>;
+TileCoordinates(int, int, Mask, int, int) -> TileCoordinates<Mask>;
 
 // A TileBias with elements that `read` has loaded before the products of the tile, which hide their latency.
 template <class T, bool kTransposed, int kRowTiles, int kColumnTiles>

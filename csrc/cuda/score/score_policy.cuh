@@ -1,19 +1,19 @@
 // Policies of a forward for scores, of both architectures: how products become the logits of the softmax, and what is
 // summed up for the gradients of biases. A policy is a member of the kernel's object, and may hold registers there; all
-// lanes of a warp call its functions, and its branches are warp-uniform. T: the element type; kRowTiles: of a warp;
-// kKeys: of a step. rule: the kernel's argument. place(): the BiasPlace of the warp's scores in a step, which is
-// computed again rather than kept in registers. x, weights: [row tile][column tile][4].
+// lanes of a warp call its functions, and its branches are warp-uniform. T: the element type; kRowTiles: row
+// tiles of a warp; kKeys: keys of a step. rule: the kernel's argument. coordinates(): the TileCoordinates of the warp's
+// scores in a step, which are computed again rather than kept in registers. x, weights: [row tile][column tile][4].
 //   Rule                      the kernel's argument
 //   kIsFp8                    whether inputs were widened from fp8: out then has the dtype AttnParams::out_dtype
 //   kWeightScale              the weight of the largest score of a row, a power of two; above 1 in kernels that count
 //                             the sink after the last key
 //   start_tile(p, b, h)       before the tiles of keys of a tile of queries
 //   value_scale(p, b, h)      the factor of values that out gets: descale_v in fp8, otherwise 1
-//   begin(p, place)           while the product of a step runs, or before it; its result goes to make_logits
+//   begin(p, coordinates)     while the product of a step runs, or before it; its result goes to make_logits
 //   make_logits(...)          products become stored scores; returns the rule for OnlineSoftmax::weigh
-//   add_centres(...)          after the scores of row tile i have become weights. sums: of this lane's weights of rows
-//                             g and g + 8; shrink: the factors for the earlier sums
-//   write_centres(...)        with the output of row r of row tile i
+//   add_centres(...)          after the scores of row tile i have become weights. sums: the sums of this lane's
+//                             weights of rows g and g + 8; shrink: the factors for the earlier sums
+//   store_centres(...)        with the output of row r of row tile i
 #pragma once
 
 #include "cuda/score/bias.cuh"
@@ -37,8 +37,9 @@ struct CentreSums {
 
   __device__ __forceinline__ void start() { sums[0] = sums[1] = 0; }
 
-  // Adds a key tile. bias: of the warp's tile, whose row tile i is added; weights: relative to the running maximum,
-  // before dropout; weight_sums: their sums over this lane's elements; shrink: the factors for the earlier sums.
+  // Adds a key tile. bias: the biases of the warp's tile, whose row tile i is added; weights: relative to the running
+  // maximum, before dropout; weight_sums: their sums over this lane's elements; shrink: the factors for the earlier
+  // sums.
   template <int kRowTiles, int N>
   __device__ __forceinline__ void add(const DistanceBias<false, kRowTiles, N>& bias, int i,
                                       const float (&weights)[N][4], const float (&weight_sums)[2],
@@ -81,9 +82,9 @@ struct CentreSums {
     }
   }
 
-  // Writes the centres of row r (g for 0, g + 8 for 1). total: the sum of the row's weights, 0 if it is fully masked;
+  // Stores the centres of row r (g for 0, g + 8 for 1). total: the sum of the row's weights, 0 if it is fully masked;
   // to: the row's centres in memory; exists: whether the row is within the sequence.
-  __device__ __forceinline__ void write(float* to, int r, float total, bool exists) const {
+  __device__ __forceinline__ void store(float* to, int r, float total, bool exists) const {
     ptx::store_if(exists && lane_in_quad() < kCentres, to + lane_in_quad(), total == 0 ? 0.f : sums[r] / total);
   }
 };
@@ -97,23 +98,23 @@ struct UncentredScores {
 
   __device__ __forceinline__ void start_tile(const AttnParams&, int, int) {}
   static __device__ __forceinline__ float value_scale(const AttnParams&, int, int) { return 1; }
-  template <class PlaceOf>
-  __device__ __forceinline__ Nothing begin(const AttnParams&, const PlaceOf&) {
+  template <class CoordinatesOf>
+  __device__ __forceinline__ Nothing begin(const AttnParams&, const CoordinatesOf&) {
     return {};
   }
-  template <class PlaceOf, int N>
-  __device__ __forceinline__ void add_centres(const AttnParams&, const PlaceOf&, int, const float (&)[N][4],
+  template <class CoordinatesOf, int N>
+  __device__ __forceinline__ void add_centres(const AttnParams&, const CoordinatesOf&, int, const float (&)[N][4],
                                               const float (&)[2], const float (&)[2]) {}
-  __device__ __forceinline__ void write_centres(const AttnParams&, int, int, int64_t, int, int, float, bool) const {}
+  __device__ __forceinline__ void store_centres(const AttnParams&, int, int, int64_t, int, int, float, bool) const {}
 };
 
 // No option of a score.
 struct PlainScores : UncentredScores {
   using Rule = ScoreRule<float, PlainProducts<true>>;
 
-  template <class PlaceOf, int kRowTiles, int N>
+  template <class CoordinatesOf, int kRowTiles, int N>
   __device__ __forceinline__ const Rule& make_logits(const AttnParams&, const Rule& rule, float (&x)[kRowTiles][N][4],
-                                                     const PlaceOf&, Nothing) {
+                                                     const CoordinatesOf&, Nothing) {
     store_scores(x, rule);
     return stored_rule(rule);
   }
@@ -128,15 +129,15 @@ struct CentredScores : UncentredScores {
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) centres[i].start();
   }
-  template <class PlaceOf, int N>
-  __device__ __forceinline__ void add_centres(const AttnParams& p, const PlaceOf& place, int i,
+  template <class CoordinatesOf, int N>
+  __device__ __forceinline__ void add_centres(const AttnParams& p, const CoordinatesOf& coordinates, int i,
                                               const float (&weights)[N][4], const float (&sums)[2],
                                               const float (&shrink)[2]) {
-    if (p.centres.data) centres[i].add(place().template bias<Bias>(p), i, weights, sums, shrink);
+    if (p.centres.data) centres[i].add(coordinates().template bias<Bias>(p), i, weights, sums, shrink);
   }
-  __device__ __forceinline__ void write_centres(const AttnParams& p, int b, int h, int64_t at, int i, int r, float sum,
+  __device__ __forceinline__ void store_centres(const AttnParams& p, int b, int h, int64_t at, int i, int r, float sum,
                                                 bool exists) const {
-    if (p.centres.data) centres[i].write(row_pointer<float>(p.centres, b, h, at), r, sum, exists);
+    if (p.centres.data) centres[i].store(row_pointer<float>(p.centres, b, h, at), r, sum, exists);
   }
 };
 
@@ -156,9 +157,9 @@ struct DescaledScores : UncentredScores {
   static __device__ __forceinline__ float value_scale(const AttnParams& p, int b, int h) {
     return p.descale_v.of(b, h / p.group_size());
   }
-  template <class PlaceOf, int kRowTiles, int N>
+  template <class CoordinatesOf, int kRowTiles, int N>
   __device__ __forceinline__ StoredLogit make_logits(const AttnParams&, const Rule& rule, float (&x)[kRowTiles][N][4],
-                                                     const PlaceOf&, Nothing) {
+                                                     const CoordinatesOf&, Nothing) {
     flashattn_ext::make_logits<T>(rule.times(of_products), x);
     return {};
   }
@@ -173,16 +174,17 @@ struct GeneralScores : CentredScores<kRowTiles, TileBias<T, false, kRowTiles, kK
 
   typename Bias::Ahead ahead;
 
-  template <class PlaceOf>
-  __device__ __forceinline__ Nothing begin(const AttnParams& p, const PlaceOf& place) {
-    place().template bias<Bias>(p).load_ahead(ahead);
+  template <class CoordinatesOf>
+  __device__ __forceinline__ Nothing begin(const AttnParams& p, const CoordinatesOf& coordinates) {
+    coordinates().template bias<Bias>(p).load_ahead(ahead);
     return {};
   }
-  template <class PlaceOf>
+  template <class CoordinatesOf>
   __device__ __forceinline__ auto make_logits(const AttnParams& p, const Rule& rule,
-                                              float (&x)[kRowTiles][kKeys / 8][4], const PlaceOf& place, Nothing) {
+                                              float (&x)[kRowTiles][kKeys / 8][4], const CoordinatesOf& coordinates,
+                                              Nothing) {
     const auto stored = make_scores<T>(rule, x, p.has_bias());
-    place().template bias<Bias>(p).add(x, ahead);
+    coordinates().template bias<Bias>(p).add(x, ahead);
     return stored;
   }
 };

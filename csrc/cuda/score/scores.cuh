@@ -197,23 +197,24 @@ struct OnlineSoftmax {
 
   // The sum of a row's weights; 0 if the row is fully masked.
   __device__ __forceinline__ float total(int r) const { return quad_sum(sum[r]); }
-  // Writes lse, its words where they are wanted and, if the call has row_maxima, the largest logit of row r, to row
+  // Stores lse, its words where they are wanted and, if the call has row_maxima, the largest logit of row r, to row
   // `at` of the tensors. All lanes of the row call it.
-  __device__ __forceinline__ void write(const AttnParams& p, int b, int h, int64_t at, int r, float total) const {
-    if (lane_in_quad() == 0) write_lse(p, b, h, at, max[r], total);
+  __device__ __forceinline__ void store_statistics(const AttnParams& p, int b, int h, int64_t at, int r,
+                                                   float total) const {
+    if (lane_in_quad() == 0) store_lse(p, b, h, at, max[r], total);
     if constexpr (kTellsLargest) {
-      if (lane_in_quad() == r && p.row_maxima.data) write_largest(p, b, h, at, largest_logit);
+      if (lane_in_quad() == r && p.row_maxima.data) store_largest(p, b, h, at, largest_logit);
     }
   }
-  // Writes both rows at once, of which row g is row `at`. exist: whether they are within the sequence.
-  __device__ __forceinline__ void write(const AttnParams& p, int b, int h, int64_t at, const float (&totals)[2],
-                                        const bool (&exist)[2]) const {
+  // Stores both rows at once, of which row g is row `at`. exist: whether they are within the sequence.
+  __device__ __forceinline__ void store_statistics(const AttnParams& p, int b, int h, int64_t at,
+                                                   const float (&totals)[2], const bool (&exist)[2]) const {
     const bool second = lane_in_quad() % 2;
     if (lane_in_quad() > 1 || !(second ? exist[1] : exist[0])) return;
     at += second ? 8 : 0;
-    write_lse(p, b, h, at, second ? max[1] : max[0], second ? totals[1] : totals[0]);
+    store_lse(p, b, h, at, second ? max[1] : max[0], second ? totals[1] : totals[0]);
     if constexpr (kTellsLargest) {
-      if (p.row_maxima.data) write_largest(p, b, h, at, largest_logit);
+      if (p.row_maxima.data) store_largest(p, b, h, at, largest_logit);
     }
   }
 

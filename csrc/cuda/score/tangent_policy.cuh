@@ -1,7 +1,7 @@
 // Policies of forward mode (jvp.cuh of both architectures) for scores: how products become stored scores, and how the
 // products of tangents become tangents of logits. All lanes of a warp call them, and their branches are warp-uniform.
-// T: the element type; kRowTiles: of a warp; kKeys: of a step. place(): as in score_policy.cuh. x, tangents:
-// [row tile][column tile][4].
+// T: the element type; kRowTiles: row tiles of a warp; kKeys: keys of a step. score_policy.cuh says what coordinates()
+// is. x, tangents: [row tile][column tile][4].
 //   Rule                      the kernel's argument
 //   has_biases(p)             whether a tangent of a bias is given
 //   make_logits(...)          products of q and k become stored scores, and <tq, k> + <q, tk> becomes the part of the
@@ -21,15 +21,15 @@ struct PlainTangents {
   using Rule = ScoreRule<float, PlainProducts<true>>;
 
   static __device__ bool has_biases(const JvpParams&) { return false; }
-  template <class PlaceOf, int kRowTiles, int N>
+  template <class CoordinatesOf, int kRowTiles, int N>
   static __device__ const Rule& make_logits(const JvpParams&, const Rule& rule, float (&x)[kRowTiles][N][4],
-                                            float (&tangents)[kRowTiles][N][4], const PlaceOf&) {
+                                            float (&tangents)[kRowTiles][N][4], const CoordinatesOf&) {
     store_scores(x, rule);
     each_element<kRowTiles, N>([&](int i, int n, int e) { tangents[i][n][e] *= rule.softmax_scale; });
     return rule;
   }
-  template <class PlaceOf, int kRowTiles, int N>
-  static __device__ void add_biases(const JvpParams&, float (&)[kRowTiles][N][4], const PlaceOf&) {}
+  template <class CoordinatesOf, int kRowTiles, int N>
+  static __device__ void add_biases(const JvpParams&, float (&)[kRowTiles][N][4], const CoordinatesOf&) {}
 };
 
 // Every option, selected by run-time branches.
@@ -40,9 +40,9 @@ struct GeneralTangents {
   using Scores = float[kRowTiles][kKeys / 8][4];
 
   static __device__ bool has_biases(const JvpParams& p) { return p.tangents.has_bias(); }
-  template <class PlaceOf>
+  template <class CoordinatesOf>
   static __device__ ScaledLogit make_logits(const JvpParams& p, const Rule& rule, Scores& x, Scores& tangents,
-                                            const PlaceOf& place) {
+                                            const CoordinatesOf& coordinates) {
     const float scale = rule.softmax_scale;
     // In plain calls scores are products, as in the forward, which rounds none that is small.
     if (!rule.changes_products() && !p.has_bias() && rule.factor > 0) {
@@ -54,15 +54,15 @@ struct GeneralTangents {
       x[i][n][e] *= rule.factor;
       tangents[i][n][e] *= slope * scale;
     });
-    if (p.has_bias()) place().template bias<Bias>(p).add_columns(x, 0);
+    if (p.has_bias()) coordinates().template bias<Bias>(p).add_columns(x, 0);
     return {1};
   }
-  template <class PlaceOf>
-  static __device__ void add_biases(const JvpParams& p, Scores& tangents, const PlaceOf& place) {
+  template <class CoordinatesOf>
+  static __device__ void add_biases(const JvpParams& p, Scores& tangents, const CoordinatesOf& coordinates) {
     if (!has_biases(p)) return;
     // add_columns adds biases in units of log2; the tangents of logits are in natural units before and after.
     each_element<kRowTiles, kKeys / 8>([&](int i, int n, int e) { tangents[i][n][e] *= kLog2E<float>; });
-    place().template bias<Bias>(p.tangents).add_columns(tangents, 0);
+    coordinates().template bias<Bias>(p.tangents).add_columns(tangents, 0);
     each_element<kRowTiles, kKeys / 8>([&](int i, int n, int e) { tangents[i][n][e] *= kLn2<float>; });
   }
 };

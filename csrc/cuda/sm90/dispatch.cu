@@ -39,14 +39,15 @@ struct Sm90 : EveryGpu {
     kernel.run = kernel_of<Stage::kSm90Invariant>(row).invariant_chunks;
     return kernel;
   }
-  static decode::PackedKernel packed_kernel(const TableRow& row) {
-    decode::PackedKernel kernel = packed_tile(row);
-    kernel.run = kernel_of<Stage::kSm90Packed>(row).packed;
+  static decode::PackGqaKernel pack_gqa_kernel(const TableRow& row) {
+    decode::PackGqaKernel kernel = pack_gqa_tile(row);
+    kernel.run = kernel_of<Stage::kSm90PackGqa>(row).pack_gqa;
     return kernel;
   }
-  static decode::FewRowsKernel few_rows_kernel(const TableRow& row) {
-    if (row.stage != Stage::kSm90Resident) return EveryGpu::few_rows_kernel(row);
-    return {kernel_of<Stage::kSm90Resident>(row).resident, table_row<Stage::kSm90Resident>(row).head_dims.qk};
+  static decode::FewQueriesKernel few_queries_kernel(const TableRow& row) {
+    if (row.stage != Stage::kSm90FewQueriesBackward) return EveryGpu::few_queries_kernel(row);
+    return {kernel_of<Stage::kSm90FewQueriesBackward>(row).few_queries_backward,
+            table_row<Stage::kSm90FewQueriesBackward>(row).head_dims.qk};
   }
   static void run_backward(const TableRow& row, const AttnGradParams& p) {
     if (row.stage == Stage::kSm90Backward) return kernel_of<Stage::kSm90Backward>(row).backward(p);

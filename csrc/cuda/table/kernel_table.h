@@ -301,8 +301,8 @@ inline constexpr KernelRow<sm90::ForwardTile> kSm90Invariant[] = {
     {k16Bit, 256, kIntervals, kHopper, kMaySpill, {{2, 64, 2}}},
 };
 
-// Some dozens of rows of a KV head (cuda/sm90/few_rows/packed.cuh). Tiles as in kSm90Forward.
-inline constexpr KernelRow<sm90::ForwardTile> kSm90Packed[] = {
+// Some dozens of rows of a KV head (cuda/sm90/few_queries/pack_gqa.cuh). Tiles as in kSm90Forward.
+inline constexpr KernelRow<sm90::ForwardTile> kSm90PackGqa[] = {
     // stages of 128 KB in all, as at 128:
     {k16Bit, 64,  kPlain, kHopper, kMaySpill, {{2, 128, 4}}},
     // 8x32x16384 / 1x32x65536, relative to a copy: 0.66 / 0.79; 3 stages: 0.68 / 0.77; 4 of 96 keys: 0.67 / 0.77; 6 of 64: 0.64 / 0.78
@@ -401,8 +401,8 @@ inline constexpr KernelRow<sm90::ForwardTile> kSm90Jvp[] = {
     {k16Bit, 128, kPlain, kHopper, 0, {{2, 64, 2}}},  // 751 / 675 (2x16x4096); 80 keys spill
 };
 
-// The backward with few queries for many keys (cuda/sm90/few_rows/resident.cuh). Tiles: {packed rows, keys, stages of keys}.
-inline constexpr KernelRow<sm90::ResidentTile> kSm90Resident[] = {
+// The backward with few queries for many keys (cuda/sm90/few_queries/backward.cuh). Tiles: {rows of a KV head, keys, stages of keys}.
+inline constexpr KernelRow<sm90::FewQueriesTile> kSm90FewQueriesBackward[] = {
     // 8x16384 with 64 rows, relative to a copy: 0.74 (16:16 heads); the kernels for many queries: 0.49
     {k16Bit, 64,  kPlain, kHopper, 48, {{128, 64, 8}}},
     // the same, 32:8 heads: 0.76; those of decode/: 0.55
@@ -435,7 +435,7 @@ inline constexpr KernelRow<sm90::SecondTile> kSm90Second[] = {
 };
 
 // Decoding (cuda/decode/split/split.cuh), on every GPU. Tiles: {row tiles of a warp, warps along the rows, warps along the columns, keys, stages, KV
-// heads}. A class has a kernel for 16 packed rows and, up to 256, one for 64, for prefill and for speculative decoding with many query heads for
+// heads}. A class has a kernel for 16 rows and, up to 256, one for 64, for prefill and for speculative decoding with many query heads for
 // each KV head; the most frequent classes also have one for 32, where the two warps of a team read the same keys. A call runs the smallest tile that
 // holds its rows. Up to 256 columns each warp of a tile of 16 rows is a team and needs no barrier with other warps in the mainloop. Two resident
 // thread blocks of four warps, each with 50 KB to 70 KB of loads in flight, saturate the memory bandwidth of a multiprocessor.
@@ -482,9 +482,9 @@ inline constexpr DecodeRow kDecode[] = {
     {kE4m3,  512, kMaySpill, {1, 1, 2, 32, 2}},
 };
 
-// The backward with few queries (cuda/decode/few_rows/backward.cuh), on every GPU, by row tiles of 16 packed rows. On Hopper
-// kSm90Resident serves 17 packed rows and more if the rows of dk and dv are aligned.
-inline constexpr FewRowsRow kFewRowsBackward[] = {
+// The backward with few queries (cuda/decode/few_queries/backward.cuh), on every GPU, by row tiles of 16 rows of a KV head. On Hopper
+// kSm90FewQueriesBackward serves 17 rows and more if the rows of dk and dv are aligned.
+inline constexpr FewQueriesRow kFewQueriesBackward[] = {
     // a call runs the smallest that holds its rows:
     {k16Bit, 64,  1, 0},
     {k16Bit, 64,  2, 0},

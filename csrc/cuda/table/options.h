@@ -8,22 +8,22 @@ namespace flashattn_ext {
 
 // A set of options. sources.py reads one in each line.
 enum Options : unsigned {
-  kPlain = 0,      // none of the options below
-  kDropout = 1,    // weights are dropped
-  kIntervals = 2,  // a Mask
-  kScores = 4,     // an option of a score (params.h), ALiBi or a relative bias
-  kBias = 8,       // a bias of any shape in the inputs' 16 bits, whose tiles TMA can copy
-  kRare = 16,      // any other bias, gradients of biases that few kernels can form, an origin that places rows
-  kAnyBias = 24,   // both of these
-  kBlocks = 256,   // a BlockMask
-  kMasks = 258,    // a Mask or a BlockMask: no call has both
-  kUnmasked = 29,  // all but kMasks
-  kUnlisted = 31,  // all but a BlockMask
-  kGeneral = 287,  // all of them
-  kGroups = 64,    // in a backward the query heads of a group add up their dk and dv. Kernels run these calls alone
-  kBrief = 128,    // a forward of few keys, whose tiles its queries and keys fill. Kernels run these calls alone
+  kPlain = 0,               // none of the options below
+  kDropout = 1,             // weights are dropped
+  kIntervals = 2,           // a Mask
+  kScores = 4,              // an option of a score (params.h), ALiBi or a relative bias
+  kBias = 8,                // a bias of any shape in the inputs' 16 bits, whose tiles TMA can copy
+  kOtherBiasOrOrigin = 16,  // any other bias, gradients of biases that few kernels can form, an origin that places rows
+  kAnyBias = 24,            // the two above, kBias and kOtherBiasOrOrigin
+  kBlocks = 256,            // a BlockMask
+  kMasks = 258,             // a Mask or a BlockMask: no call has both
+  kUnmasked = 29,           // all of the above but kMasks
+  kUnlisted = 31,           // all of the above but a BlockMask
+  kGeneral = 287,           // all of the above
+  kGroups = 64,  // in a backward the query heads of a group add up their dk and dv. Kernels run these calls alone
+  kBrief = 128,  // a forward of few keys, whose tiles its queries and keys fill. Kernels run these calls alone
   kFp8 = 32,  // inputs that were fp8: descales, and an out of another dtype. Kernels run either these calls or others
-  kFp8Scores = 36,   // an option of a score as well
+  kFp8Scores = 36,   // kFp8 and an option of a score
   kFp8General = 54,  // every option that calls in fp8 may have: of a score, a Mask, an origin that places rows
 };
 constexpr Options operator|(Options a, Options b) { return static_cast<Options>(static_cast<unsigned>(a) | b); }
@@ -55,8 +55,8 @@ inline Options options_of(const AttnParams& p) {
   if (p.has_intervals()) all = all | kIntervals;
   if (p.has_blocks()) all = all | kBlocks;
   if (p.has_score_option() || p.alibi_slopes || p.relative_bias) all = all | kScores;
-  if (p.bias.data) all = all | (has_copyable_bias(p) ? kBias : kRare);
-  return p.origin.length_mask == 0 ? all | kRare : all;  // an origin places the rows
+  if (p.bias.data) all = all | (has_copyable_bias(p) ? kBias : kOtherBiasOrOrigin);
+  return p.origin.length_mask == 0 ? all | kOtherBiasOrOrigin : all;  // an origin places the rows
 }
 
 // Whether the call sums dS of rows that see a handful of keys, for the gradient of slopes or of a relative bias. There
@@ -70,8 +70,8 @@ inline bool sums_rows_of_few_keys(const AttnGradParams& p) {
 // the gradient of a bias whose tiles TMA cannot add or store, and dS from weights in fp32.
 inline Options options_of(const AttnGradParams& p) {
   const Options all = options_of(static_cast<const AttnParams&>(p));
-  const bool exact = p.drelative_bias && p.deterministic, apart = p.dbias.data && !has_copyable_bias_gradient(p);
-  return exact || apart || sums_rows_of_few_keys(p) ? all | kRare : all;
+  const bool exact = p.drelative_bias && p.deterministic, uncopyable = p.dbias.data && !has_copyable_bias_gradient(p);
+  return exact || uncopyable || sums_rows_of_few_keys(p) ? all | kOtherBiasOrOrigin : all;
 }
 
 // The options of the kernel that runs an invariant call. A row that a Mask hides nothing from has the bits of a call

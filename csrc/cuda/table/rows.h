@@ -115,8 +115,8 @@ struct BackwardTile {
   constexpr bool exists() const { return keys > 0; }
 };
 
-struct ResidentTile {
-  int rows;    // packed rows of a KV head, at most: a kernel has the multiple of 64 that holds those of the call
+struct FewQueriesTile {
+  int rows;    // rows of a KV head, at most: a kernel has the multiple of 64 that holds those of the call
   int keys;    // keys of a stage
   int stages;  // stages of keys and values
   constexpr bool exists() const { return rows > 0; }
@@ -133,11 +133,12 @@ struct SecondTile {
 
 namespace flashattn_ext::decode {
 
-// A thread block computes one tile of packed rows: the query heads of one KV head (GQA) for query 0, then for query 1,
-// and so on. Its warps form n teams. Each team has its own multistage buffer of keys and values in shared memory (its
-// ring) and processes every n-th step of keys for the whole tile. Its warps divide the tile by rows or by columns.
+// A thread block computes one tile of rows of a KV head: the query heads of one KV head (GQA) for query 0, then for
+// query 1, and so on. Its warps form n teams. Each team has its own multistage buffer of keys and values in shared
+// memory (its ring) and processes every n-th step of keys for the whole tile. Its warps divide the tile by rows or by
+// columns.
 struct Tile {
-  int row_tiles;     // MMA tiles of 16 packed rows per warp
+  int row_tiles;     // MMA tiles of 16 rows per warp
   int row_warps;     // warps of a team along the rows
   int column_warps;  // warps of a team along the output columns; each recomputes the scores of its rows
   int keys;          // keys per step
@@ -214,7 +215,7 @@ struct DecodeRow {
   decode::Tile tile;
   constexpr int kernel_rows() const { return tile.rows(); }  // the last template argument of its kernel
 };
-struct FewRowsRow {
+struct FewQueriesRow {
   unsigned types;
   int head_dim;
   int row_tiles;

@@ -28,9 +28,9 @@ __device__ __forceinline__ bool is_large_product(float product) {
   return (size >= kRoundsProducts<float>)&(size < infinity());  // without a branch between them
 }
 
-// What a forward writes for a row: lse and, where they are wanted, its two words. max: the maximum that the weights are
-// relative to, in units of log2; sum: of the weights, 0 if the row is fully masked.
-__device__ __forceinline__ void write_lse(const AttnParams& p, int64_t b, int64_t h, int64_t row, float max,
+// Stores what a forward has for a row: lse and, where they are wanted, its two words. max: the maximum that the weights
+// are relative to, in units of log2; sum: of the weights, 0 if the row is fully masked.
+__device__ __forceinline__ void store_lse(const AttnParams& p, int64_t b, int64_t h, int64_t row, float max,
                                           float sum) {
   const bool empty = sum == 0;
   const float top = finite_max(max), log2_sum = log2f(sum);
@@ -42,8 +42,8 @@ __device__ __forceinline__ void write_lse(const AttnParams& p, int64_t b, int64_
   *reinterpret_cast<float2*>(to) = make_float2(words.top, words.log2_sum);
 }
 
-// Writes the largest logit of a row, given in units of log2.
-__device__ __forceinline__ void write_largest(const AttnParams& p, int64_t b, int64_t h, int64_t row, float largest) {
+// Stores the largest logit of a row, given in units of log2.
+__device__ __forceinline__ void store_largest(const AttnParams& p, int64_t b, int64_t h, int64_t row, float largest) {
   *row_statistic(p.row_maxima, b, h, row) = in_natural_units(largest);
 }
 

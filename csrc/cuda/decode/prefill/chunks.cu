@@ -71,8 +71,8 @@ __global__ void __launch_bounds__(kThreads)
     if (column(c) < p.head_dim_v) narrow(sum.sum == 0 ? 0.f : out[c] * factor, to + column(c));
   }
   if (threadIdx.x != 0) return;
-  write_lse(p, b, h, query, sum.max, sum.sum);
-  if (partials.largest) write_largest(p, b, h, query, largest);
+  store_lse(p, b, h, query, sum.max, sum.sum);
+  if (partials.largest) store_largest(p, b, h, query, largest);
 }
 
 // Query heads of a KV head that are rows of one tile, so that its keys are read once.

@@ -45,8 +45,8 @@ __global__ void __launch_bounds__(kMostThreads)
   const int threads = static_cast<int>(blockDim.x) / rows_at_once, row = static_cast<int>(threadIdx.x) / threads;
   const int thread = static_cast<int>(threadIdx.x) % threads, lane = thread % 32;
   const int group = plan.group, i = static_cast<int>(blockIdx.y) * rows_at_once + row;
-  const int key_head = task.head_k * kHeads + i % kHeads, packed = task.row_tile * (rows / kHeads) + i / kHeads;
-  const bool row_exists = i < rows && packed < static_cast<int>(queries.length) * group;
+  const int key_head = task.head_k * kHeads + i % kHeads, head_row = task.row_tile * (rows / kHeads) + i / kHeads;
+  const bool row_exists = i < rows && head_row < static_cast<int>(queries.length) * group;
   const int count = row_exists ? task.parts : 0;
 
   const int row_threads = columns / kColumns, groups = threads / row_threads, own_group = thread / row_threads;
@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(kMostThreads)
   if (own_group < groups) *reinterpret_cast<float4*>(sums + own_group * columns + column) = x;
   __syncthreads();
   if (!row_exists) return;
-  const int64_t query = queries.start + packed / group, head = key_head * group + packed % group;
+  const int64_t query = queries.start + head_row / group, head = key_head * group + head_row % group;
   const float factor = sum == 0 ? 0.f : 1 / sum;
   for (int c = thread; c < static_cast<int>(p.head_dim_v); c += threads) {
     float total = 0;
@@ -100,11 +100,11 @@ __global__ void __launch_bounds__(kMostThreads)
     narrow(total * factor, row_pointer<T>(p.out, task.b, head, query) + c);
   }
   if (thread == 0) {
-    write_lse(p, task.b, head, query, max, sum);
+    store_lse(p, task.b, head, query, max, sum);
     if (p.row_maxima.data == nullptr) return;
     float largest = -infinity();
     for (int n = 0; n < count; ++n) largest = fmaxf(largest, plan.partial_largest[slot_row(n)]);
-    write_largest(p, task.b, head, query, largest);
+    store_largest(p, task.b, head, query, largest);
   }
 }
 

@@ -13,7 +13,7 @@ namespace flashattn_ext::decode {
 // leftpad rows (KeyLocator::run_of_row).
 struct SequenceWork {
   int queries;
-  int tiles;       // tiles of packed query rows
+  int tiles;       // tiles of query rows of a KV head
   int first_row;   // cache row of key 0
   int length;      // keys
   int begin, end;  // cache rows of the keys that are visible to at least one query

@@ -1,5 +1,5 @@
 // How the decoding kernels divide a call into work (split-KV). The names of the code:
-//   - A task is one work tile: a tile of packed query rows, one KV head and one sequence.
+//   - A task is one work tile: a tile of query rows, one KV head and one sequence.
 //   - A part is one split of a task's keys. A thread block computes one part at a time. combine.cu combines the partial
 //     results of a task that has several parts.
 //   - A slot is the place of one partial result in the workspace.
@@ -11,7 +11,7 @@
 //   - Shares (stream-K): the units of all tasks are numbered consecutively, and every thread block gets a contiguous
 //     range of equal size, its share. Different sequence lengths then cause no load imbalance. Only a task that extends
 //     past the end of a share is split: the following thread blocks continue it.
-//   - Shares with fixed parts, for the forward with few rows, whose results must be bit-identical in every batch. A
+//   - Shares with fixed parts, for the forward with few queries, whose results must be bit-identical in every batch. A
 //     unit has part_keys keys, which depend only on the shapes of one sequence, and every unit is a part of its own.
 //     The number of the unit is its slot. The result does not depend on which thread block computes a part.
 #pragma once
@@ -36,7 +36,7 @@ struct RowSum {
 
 struct Plan {
   int splits;     // fixed: parts per task; 0: shares
-  int part_keys;  // shares with fixed parts: keys per part; 0: a unit has kUnitKeys keys. Also in packed.h
+  int part_keys;  // shares with fixed parts: keys per part; 0: a unit has kUnitKeys keys. pack_gqa.cu sets it too
   int blocks;     // thread blocks of the launch
   int group;      // query heads per KV head (GQA)
   int row_tiles;  // row tiles per sequence, from the shapes (varlen: max_seqlen_q or total_q)
@@ -49,7 +49,7 @@ struct Plan {
   // previous kernel has ended.
   bool knows_lengths;
   int most_parts;          // maximum parts per task, from the shapes; 0: unknown
-  int slots, slot_rows;    // slot_rows: rows of a tile; with fixed parts at most the packed rows of a sequence
+  int slots, slot_rows;    // slot_rows: rows of a tile; with fixed parts at most the rows of a sequence for a KV head
   float* partial_out;      // [slots][slot_rows][kHeadDim], normalised
   RowSum* partial_sums;    // [slots][slot_rows]
   float* partial_largest;  // [slots][slot_rows]: largest logits, base 2; unallocated without row_maxima

@@ -93,8 +93,8 @@ __device__ __forceinline__ void Split<Key, kHeadDim, kTileRows>::store_output(co
   const int64_t query = first_query + at.query;
   Format::store(p, all.x, part().b, at.head, query, column, static_cast<int>(p.head_dim_v));
   if (column != 0) return;
-  write_lse(p, part().b, at.head, query, all.row.max, all.row.sum);
-  if (p.row_maxima.data) write_largest(p, part().b, at.head, query, largest_logit(i));
+  store_lse(p, part().b, at.head, query, all.row.max, all.row.sum);
+  if (p.row_maxima.data) store_largest(p, part().b, at.head, query, largest_logit(i));
 }
 
 template <class Key, int kHeadDim, int kTileRows>

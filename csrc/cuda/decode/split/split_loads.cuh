@@ -14,7 +14,7 @@ __device__ void Split<Key, kHeadDim, kTileRows>::load_queries() {
   for (int v = threadIdx.x; v < kAllRows * kQueryVectors; v += blockDim.x) {
     const int i = v / kQueryVectors, column = v % kQueryVectors * kVectorElements;
     const Row at = row(i);
-    const bool exists = packed_row(i) < rows;
+    const bool exists = row_of_head(i) < rows;
     const T* const from = exists ? row_pointer<const T>(p.q, part().b, at.head, start + at.query) + column : nullptr;
     T* const to = q_tile() + i * kQueryStride + column;
     const int elements = exists ? columns - column : 0;

@@ -136,16 +136,16 @@ struct Split {
   }
   __device__ __forceinline__ T* stage(int i) const { return rings + team() * kTeamElements + i * kStageElements; }
 
-  // The first packed row of this warp and of this lane within the tile. The lane's other rows follow at steps of 8.
+  // The first row of this warp and of this lane within the tile. The lane's other rows follow at steps of 8.
   __device__ __forceinline__ int warp_row() const { return member() / kColumnWarps * 16 * kRowTiles; }
   __device__ __forceinline__ int lane_row() const { return warp_row() + quad(); }
   // The first output column of this warp.
   __device__ __forceinline__ int warp_column() const { return member() % kColumnWarps * kWarpColumns; }
-  // The KV head of a row of the tile, and the number of the row among the packed rows of that head.
+  // The KV head of a row of the tile, and the number of the row among the rows of that head.
   __device__ __forceinline__ int key_head(int i) const {
     return kHeads == 1 ? part().head_k : part().head_k * kHeads + i / kRows;
   }
-  __device__ __forceinline__ int packed_row(int i) const {
+  __device__ __forceinline__ int row_of_head(int i) const {
     return part().row_tile * kRows + (kHeads == 1 ? i : i % kRows);
   }
   // The query and the query head of a row of the tile. Padding rows map to queries past the last one.
@@ -153,8 +153,8 @@ struct Split {
     int query, head;
   };
   __device__ __forceinline__ Row row(int i) const {
-    const int packed = packed_row(i);
-    return {packed / plan.group, key_head(i) * plan.group + packed % plan.group};
+    const int row = row_of_head(i);
+    return {row / plan.group, key_head(i) * plan.group + row % plan.group};
   }
   __device__ __forceinline__ Mask32 mask() const { return Mask32(p, work().queries, work().length); }
 

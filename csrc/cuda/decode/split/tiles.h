@@ -5,7 +5,7 @@
 
 namespace flashattn_ext::decode {
 
-// The number of a row of the table; -1: it has none. rows: packed rows of its tile.
+// The number of a row of the table; -1: it has none. rows: rows of its tile.
 constexpr int row_of(unsigned type, int head_dim, int rows) {
   int i = 0;
   for (const DecodeRow& row : kernel_table::kDecode) {
@@ -38,7 +38,7 @@ constexpr int kUnitKeys = 64;  // granule of the KV splits, a multiple of the ke
 
 // The sizes of a tile that decide whether and how a kernel is launched.
 struct TileSizes {
-  int rows = 0;                         // packed rows of a KV head
+  int rows = 0;                         // rows of a KV head
   int heads = 0;                        // KV heads
   int team_warps = 0;                   // warps per team
   int query_bytes = 0, team_bytes = 0;  // shared memory for the queries, and per team

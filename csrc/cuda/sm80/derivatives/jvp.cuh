@@ -116,8 +116,8 @@ struct Jvp {
   __device__ Limits tile_rows() const { return {row0, min(row0 + kQueries, length_q())}; }
   // The row of this lane's first score.
   __device__ int score_row() const { return ptx::opaque(row0) + tile_row(0) + quad(); }
-  __device__ auto bias_place(int n) const {
-    return BiasPlace{head()->b, head()->h, mask(), ptx::opaque(row0) + tile_row(0), n * kKeys};
+  __device__ auto tile_coordinates(int n) const {
+    return TileCoordinates{head()->b, head()->h, mask(), ptx::opaque(row0) + tile_row(0), n * kKeys};
   }
 
   __device__ bool has_product_tangents() const { return p.tangents.q.data || p.tangents.k.data; }
@@ -248,20 +248,20 @@ struct Jvp {
 
   template <bool kBiasesAlone>
   __device__ void compute_step(const Step& step, Scores& scores, Scores& tangents) {
-    const auto place = [&] { return bias_place(step.n); };
-    const auto& rule = Tangents::make_logits(p, score, scores, tangents, place);
+    const auto coordinates = [&] { return tile_coordinates(step.n); };
+    const auto& rule = Tangents::make_logits(p, score, scores, tangents, coordinates);
     if (step.masked) hide_keys<true, true>(scores, mask(), score_row(), step.n * kKeys + 2 * lane_in_quad());
     Visibility::hide(*this, step, scores);
     rows.subtract_words(scores, rule, [&](int i, int r) { return words_of(tile_row(i) + quad() + 8 * r); });
     if constexpr (kBiasesAlone) {
-      Tangents::add_biases(p, tangents, place);
+      Tangents::add_biases(p, tangents, coordinates);
       rows.hide(scores, tangents);
       rows.sum_biases(scores, tangents, rule);
     } else {
       rows.hide(scores, tangents);
       rows.find_pivots(scores, tangents, rule);
       if (Tangents::has_biases(p)) {
-        Tangents::add_biases(p, tangents, place);
+        Tangents::add_biases(p, tangents, coordinates);
         rows.hide(scores, tangents);
       }
       Weights tangent_weights, weights;

@@ -25,11 +25,12 @@ struct DistanceScores : CentredScores<kRowTiles, DistanceBias<false, kRowTiles, 
   using Rule = GeneralScore;
   using Bias = DistanceBias<false, kRowTiles, kKeys / 8>;
 
-  template <class PlaceOf>
+  template <class CoordinatesOf>
   __device__ __forceinline__ auto make_logits(const AttnParams& p, const Rule& rule,
-                                              float (&x)[kRowTiles][kKeys / 8][4], const PlaceOf& place, Nothing) {
+                                              float (&x)[kRowTiles][kKeys / 8][4], const CoordinatesOf& coordinates,
+                                              Nothing) {
     const auto stored = make_scores<T>(rule, x, p.has_bias());
-    if (p.has_bias()) place().template bias<Bias>(p).add_to_logits(x);
+    if (p.has_bias()) coordinates().template bias<Bias>(p).add_to_logits(x);
     return stored;
   }
 };
@@ -257,7 +258,7 @@ struct Forward {
       // The choice that spills least was found by experiment; OperandTile::Places has the reason.
       if (sizeof(T) == 2 && kHeadDim > 64) kHeadDim == 128 && !Dropping::kDrops ? places.recompute() : places.renew();
       Scores scores;
-      const auto begun = scoring.begin(p, [&] { return bias_place(n); });
+      const auto begun = scoring.begin(p, [&] { return tile_coordinates(n); });
       score_product<RowTile>(scores, places, q_tile, tile_row(0), k_tile + stage, 0);
       if (kStages == 1) {
         ptx::cp_async_wait<0>();
@@ -275,9 +276,9 @@ struct Forward {
     }
   }
 
-  // The BiasPlace of this warp's scores against key tile n.
-  __device__ auto bias_place(int n) const {
-    return BiasPlace{head()->b, head()->h, mask(), ptx::opaque(row0) + tile_row(0), n * kKeys};
+  // The TileCoordinates of this warp's scores against key tile n.
+  __device__ auto tile_coordinates(int n) const {
+    return TileCoordinates{head()->b, head()->h, mask(), ptx::opaque(row0) + tile_row(0), n * kKeys};
   }
   // The row of this lane's first score; recomputed as well.
   __device__ int score_row() const { return ptx::opaque(row0) + tile_row(0) + quad(); }
@@ -286,8 +287,8 @@ struct Forward {
   template <class Begun>
   __device__ void weigh(Weights& weights, Scores& scores, const Step& step, const Begun& begun) {
     constexpr bool kDropEarly = sizeof(T) == 4 || kHeadDim == 144;  // takes fewer registers there
-    const auto place = [&] { return bias_place(step.n); };
-    const auto& rule = scoring.make_logits(p, score, scores, place, begun);
+    const auto coordinates = [&] { return tile_coordinates(step.n); };
+    const auto& rule = scoring.make_logits(p, score, scores, coordinates, begun);
     if (step.masked) hide_keys<true, true>(scores, mask(), score_row(), step.n * kKeys + 2 * lane_in_quad());
     Visibility::hide(*this, step, scores);
 #pragma unroll
@@ -300,7 +301,7 @@ struct Forward {
             shrink[0] = factors[0], shrink[1] = factors[1];
           },
           [&](int r, float sum) { sums[r] = sum; });
-      scoring.add_centres(p, place, i, scores[i], sums, shrink);
+      scoring.add_centres(p, coordinates, i, scores[i], sums, shrink);
 #pragma unroll
       for (int k = 0; k < kSteps; ++k) weights[i][k] = Core::from_accumulators(scores[i], k);
       if (kDropEarly) drop(weights, i, step.n);
@@ -339,8 +340,8 @@ struct Forward {
         const bool empty = sum == 0;
         const float factor = scale / sum;
         const int row = tile_row(i) + quad() + 8 * r;
-        if (row < rows) softmax[i].write(p, b, h, start + row, r, sum);
-        scoring.write_centres(p, b, h, start + row, i, r, sum, row < rows);
+        if (row < rows) softmax[i].store_statistics(p, b, h, start + row, r, sum);
+        scoring.store_centres(p, b, h, start + row, i, r, sum, row < rows);
         if constexpr (Scoring::kIsFp8) {
           store_row_of_fp8(p, b, h, start + row, out[i], r, factor, empty, row < rows, static_cast<int>(p.head_dim_v));
         } else {

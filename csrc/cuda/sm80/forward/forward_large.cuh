@@ -261,7 +261,7 @@ struct LargeForward {
           float sum = 0;
           for (int w = 0; w < kKeyWarps; ++w) sum += shared.parts[w][row(i, r)];
           if (lane_in_quad() == 0) shared.factors[row(i, r)] = sum == 0 ? 0.f : 1 / sum;
-          if (row(i, r) < rows) softmax[i].write(p, b, h, row_in_memory + row(i, r), r, sum);
+          if (row(i, r) < rows) softmax[i].store_statistics(p, b, h, row_in_memory + row(i, r), r, sum);
         }
       }
     }

@@ -206,8 +206,8 @@ struct KeyTileKernel : Shape {
       kernel().load_keys(keys.start + key0, key_count);
       walk_queries(first, last);
     }
-    write(p.dk, dk, static_cast<int>(p.head_dim), workspace.gradient_scale);
-    write(p.dv, dv, static_cast<int>(p.head_dim_v), workspace.keep_scale);
+    store_gradient(p.dk, dk, static_cast<int>(p.head_dim), workspace.gradient_scale);
+    store_gradient(p.dv, dv, static_cast<int>(p.head_dim_v), workspace.keep_scale);
   }
 
   using QueryTile = typename Visibility::QueryTile;
@@ -320,8 +320,8 @@ struct KeyTileKernel : Shape {
     if (p.deterministic) order.admit_later_keys();
   }
 
-  // This warp's part of dk or dv, times a factor, into the tensor.
-  __device__ void write(const TensorView& view, const KeySums& sum, int columns, float factor) const {
+  // Stores this warp's part of dk or dv, times a factor.
+  __device__ void store_gradient(const TensorView& view, const KeySums& sum, int columns, float factor) const {
 #pragma unroll
     for (int i = 0; i < 2 * kGradKeyTiles; ++i) {
       const int key = grad_key(0) + i * 8 + quad();

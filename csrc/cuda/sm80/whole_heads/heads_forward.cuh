@@ -34,8 +34,8 @@ struct HeadsForward {
   using Rule = typename Scoring::Rule;
   static constexpr int kSteps = kHeadDim / Core::kK, kOutTiles = kHeadDim / 8;
 
-  // The thread block's KV head and first unit.
-  struct Place {
+  // What the thread block computes: units of one KV head, from `first` on.
+  struct Work {
     int b, hk, first;
   };
   // The query head and the first row of a unit.
@@ -48,8 +48,8 @@ struct HeadsForward {
   const HeadsForwardPlan& plan;
   const typename Tile::Places places;
   const int warp;
-  const Place at;
-  T *const k_tile, *const v_tile, *const q_tile;  // q_tile: of this warp
+  const Work work;
+  T *const k_tile, *const v_tile, *const q_tile;  // q_tile: the queries of this warp's unit
   bool has_values = false;
   typename Core::A queries[kSteps];
   float out[1][kOutTiles][4];
@@ -63,21 +63,21 @@ struct HeadsForward {
         score(score),
         plan(plan),
         warp(uniform(static_cast<int>(threadIdx.x) / 32)),
-        at(place()),
+        work(work_of_block()),
         k_tile(shared),
         v_tile(k_tile + plan.keys * Tile::kStride),
         q_tile(v_tile + (plan.keys + warp * kRowStep) * Tile::kStride) {}
 
-  __device__ __forceinline__ Place place() const {
+  __device__ __forceinline__ Work work_of_block() const {
     const unsigned head = blockIdx.x / static_cast<unsigned>(plan.parts), heads = static_cast<unsigned>(p.heads_k);
     const int part = static_cast<int>(blockIdx.x) - static_cast<int>(head) * plan.parts;
     return {static_cast<int>(head / heads), static_cast<int>(head % heads), part * plan.share};
   }
   __device__ __forceinline__ Unit unit(int number) const {
     const int head = static_cast<int>(static_cast<unsigned>(number) / static_cast<unsigned>(plan.units));
-    return {at.hk * plan.group + head, (number - head * plan.units) * kRowStep};
+    return {work.hk * plan.group + head, (number - head * plan.units) * kRowStep};
   }
-  __device__ __forceinline__ int end_of_units() const { return min(at.first + plan.share, plan.units * plan.group); }
+  __device__ __forceinline__ int end_of_units() const { return min(work.first + plan.share, plan.units * plan.group); }
   // The generator of dropout has 16 bytes of shared memory.
   __device__ __forceinline__ Dropout* dropout() const {
     static_assert(sizeof(Dropout) <= kVectorBytes);
@@ -101,32 +101,32 @@ struct HeadsForward {
     load();
     if (threadIdx.x == 0) {
       ptx::barrier_init(values_arrived(), static_cast<int>(blockDim.x));
-      Dropping::start_head(p, at.b, dropout());
+      Dropping::start_head(p, work.b, dropout());
     }
     ptx::cp_async_wait<1>();
     __syncthreads();
     ptx::barrier_arrive_copied(values_arrived());
 #pragma unroll 1
-    for (int number = at.first + warp; number < end_of_units(); number += plan.warps) compute_unit(number);
+    for (int number = work.first + warp; number < end_of_units(); number += plan.warps) compute_unit(number);
     ptx::cp_async_wait<0>();  // also of a warp that has no unit
   }
 
   // Starts copying keys and the queries of the first unit of each warp, and then values.
   __device__ __forceinline__ void load() {
     const int padded = (length_k() + kLeastKeys - 1) / kLeastKeys * kLeastKeys;
-    load_queries(at.first + warp);
-    load_bias(at.first + warp);
-    load_rows<Tile>(block_team(), k_tile, row_pointer<const T>(p.k, at.b, at.hk, 0), p.k.row_stride, length_k(), padded,
-                    static_cast<int>(p.head_dim));
+    load_queries(work.first + warp);
+    load_bias(work.first + warp);
+    load_rows<Tile>(block_team(), k_tile, row_pointer<const T>(p.k, work.b, work.hk, 0), p.k.row_stride, length_k(),
+                    padded, static_cast<int>(p.head_dim));
     ptx::cp_async_commit();
-    load_rows<Tile>(block_team(), v_tile, row_pointer<const T>(p.v, at.b, at.hk, 0), p.v.row_stride, length_k(), padded,
-                    static_cast<int>(p.head_dim_v));
+    load_rows<Tile>(block_team(), v_tile, row_pointer<const T>(p.v, work.b, work.hk, 0), p.v.row_stride, length_k(),
+                    padded, static_cast<int>(p.head_dim_v));
     ptx::cp_async_commit();
   }
   __device__ __forceinline__ void load_queries(int number) const {
     if (number >= end_of_units()) return;
     const auto [h, row] = unit(number);
-    load_rows<Tile>(warp_team(), q_tile, row_pointer<const T>(p.q, at.b, h, row), p.q.row_stride,
+    load_rows<Tile>(warp_team(), q_tile, row_pointer<const T>(p.q, work.b, h, row), p.q.row_stride,
                     min(kRowStep, length_q() - row), kRowStep, static_cast<int>(p.head_dim));
   }
   // Starts copying the bias of a unit over that of the unit before, which all lanes must have read.
@@ -134,7 +134,7 @@ struct HeadsForward {
     if constexpr (kHoldsBias) {
       if (number >= end_of_units()) return;
       const auto [h, row] = unit(number);
-      const T* const from = bias_row<const T>(p.bias, at.b, h, row);
+      const T* const from = bias_row<const T>(p.bias, work.b, h, row);
       T* const to = first_in_stage<T>(plan.bias, bias_stage(), from);
       scoring.hold(plan.bias, to);
       sm80::load_bias(warp_team(), plan.bias, to, from, p.bias.row_stride, min(kRowStep, length_q() - row), length_k());
@@ -174,7 +174,7 @@ struct HeadsForward {
   __device__ __forceinline__ void compute(int number) {
     set_zero(out[0]);
     softmax.start(-infinity());
-    scoring.start_tile(p, at.b, now.h);
+    scoring.start_tile(p, work.b, now.h);
     int key = visible_keys().begin / kLeastKeys * kLeastKeys;
 #pragma unroll 1
     for (; key + kKeys <= end_of_keys(); key += kKeys) step<kKeys>(key);
@@ -201,15 +201,15 @@ struct HeadsForward {
   template <int kCount>
   __device__ __forceinline__ void step(int key) {
     float x[1][kCount / 8][4];
-    const auto place = [&] { return BiasPlace{at.b, now.h, mask(), ptx::opaque(now.row), key}; };
-    const auto begun = scoring.begin(p, place);
+    const auto coordinates = [&] { return TileCoordinates{work.b, now.h, mask(), ptx::opaque(now.row), key}; };
+    const auto begun = scoring.begin(p, coordinates);
     const T* const keys = k_tile + key * Tile::kStride;
     score_product<T, kHeadDim>(
         x, [&](int, int d) { return queries[d / Core::kK]; },
         [&](typename Core::B(&pair)[2], int n, int d) {
           Tile::load_b(pair, keys + n * 8 * Tile::kStride, Tile::moved(places.b, d));
         });
-    const auto& rule = scoring.make_logits(p, score, x, place, begun);
+    const auto& rule = scoring.make_logits(p, score, x, coordinates, begun);
     const int row = ptx::opaque(now.row);
     const Limits full = mask().keys_of_all(row, min(row + kRowStep, length_q()));
     if (key < full.begin || key + kCount > full.end)
@@ -223,7 +223,7 @@ struct HeadsForward {
           shrink[0] = factors[0], shrink[1] = factors[1];
         },
         [&](int r, float sum) { sums[r] = sum; });
-    scoring.add_centres(p, place, 0, x[0], sums, shrink);
+    scoring.add_centres(p, coordinates, 0, x[0], sums, shrink);
     typename Core::A weights[kCount / Core::kK];
 #pragma unroll
     for (int k = 0; k < kCount / Core::kK; ++k) weights[k] = Core::from_accumulators(x[0], k);
@@ -239,7 +239,7 @@ struct HeadsForward {
     const int b = ptx::opaque(static_cast<int>(blockIdx.x)) / (plan.parts * static_cast<int>(p.heads_k));
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      if (p.row_maxima.data && lane_in_quad() == r && exist[r]) write_largest(p, b, now.h, row + 8 * r, softmax.max[r]);
+      if (p.row_maxima.data && lane_in_quad() == r && exist[r]) store_largest(p, b, now.h, row + 8 * r, softmax.max[r]);
     }
     float shrink[2] = {1, 1};
     if (p.has_sink) softmax.end(head_sink(p, now.h), 1, shrink);
@@ -250,9 +250,9 @@ struct HeadsForward {
       totals[r] = softmax.total(r);
       empty[r] = totals[r] == 0;
       factors[r] = Dropping::keep_scale(p) * shrink[r] * ptx::rcp(totals[r]);
-      scoring.write_centres(p, at.b, now.h, row + 8 * r, 0, r, totals[r] / shrink[r], exist[r]);
+      scoring.store_centres(p, work.b, now.h, row + 8 * r, 0, r, totals[r] / shrink[r], exist[r]);
     }
-    softmax.write(p, b, now.h, row, totals, exist);
+    softmax.store_statistics(p, b, now.h, row, totals, exist);
     store_rows(row_pointer<T>(p.out, b, now.h, row), 8 * p.out.row_stride, out[0], factors, empty, exist,
                static_cast<int>(p.head_dim_v));
   }

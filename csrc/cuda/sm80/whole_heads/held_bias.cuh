@@ -137,14 +137,14 @@ struct HeldBiasScores : UncentredScores {
     this->plan = plan;
     this->first = first;
   }
-  template <class PlaceOf, int N>
+  template <class CoordinatesOf, int N>
   __device__ __forceinline__ StoredLogit make_logits(const AttnParams& p, const Rule& rule, float (&x)[1][N][4],
-                                                     const PlaceOf& place, Nothing) const {
+                                                     const CoordinatesOf& coordinates, Nothing) const {
     uint32_t bias[N][2];
     if (has_matrices(plan, first)) {
-      read_matrices(bias, place().key);
+      read_matrices(bias, coordinates().key);
     } else {
-      read_elements(bias, p, place());
+      read_elements(bias, p, coordinates());
     }
     make_biased_logits<T>(x[0], bias, rule.factor);
     return {};
@@ -164,12 +164,13 @@ struct HeldBiasScores : UncentredScores {
   }
   // Reads 0 in place of elements outside of the bias. Scores of keys that do not exist are hidden afterwards; rows that
   // do not exist are not stored.
-  template <int N, class Place>
-  __device__ __forceinline__ void read_elements(uint32_t (&bias)[N][2], const AttnParams& p, const Place& place) const {
-    const int keys_left = static_cast<int>(p.seqlen_k) - place.key - 2 * lane_in_quad();
-    const int rows_left = static_cast<int>(p.seqlen_q) - place.row - quad();
+  template <int N, class Coordinates>
+  __device__ __forceinline__ void read_elements(uint32_t (&bias)[N][2], const AttnParams& p,
+                                                const Coordinates& coordinates) const {
+    const int keys_left = static_cast<int>(p.seqlen_k) - coordinates.key - 2 * lane_in_quad();
+    const int rows_left = static_cast<int>(p.seqlen_q) - coordinates.row - quad();
     const uint16_t* const own =
-        reinterpret_cast<const uint16_t*>(first) + quad() * plan.pitch + place.key + 2 * lane_in_quad();
+        reinterpret_cast<const uint16_t*>(first) + quad() * plan.pitch + coordinates.key + 2 * lane_in_quad();
 #pragma unroll
     for (int n = 0; n < N; ++n) {
 #pragma unroll

@@ -103,7 +103,7 @@ struct HeadBackward : PingPong {
     return BackwardStep<Shared, Workspace>{p, workspace, shared, queries.stage, has_marks, group, warp_key};
   }
   __device__ __forceinline__ auto& kept_weights(typename Packing::Packed&) { return weights; }
-  // Writes dk and dv, which ends the key tile.
+  // Stores dk and dv, which ends the key tile.
   __device__ __forceinline__ void store(const Work& work) {
     store_keys<T>(p.dk, work, work.key0 + warp_key, dk, workspace.gradient_scale, p.head_dim);
     store_keys<T>(p.dv, work, work.key0 + warp_key, dv, workspace.keep_scale, p.head_dim_v);
@@ -157,7 +157,7 @@ struct HeadQueryGradients {
         if (uniform(work.n) > 0) {
           keep(dq, work, h, m, half);
         } else {
-          write(dq, work, h, m, half);
+          store_dq(dq, work, h, m, half);
         }
       }
       buffers.advance();
@@ -201,7 +201,8 @@ struct HeadQueryGradients {
 #pragma unroll
     for (int c = 0; c < 8; ++c) __stcg(to + c * kGroupThreads, make_float4(dq[c][0], dq[c][1], dq[c][2], dq[c][3]));
   }
-  __device__ __forceinline__ void write(const float (&dq)[8][4], const HeadWork& work, int h, int m, int half) const {
+  __device__ __forceinline__ void store_dq(const float (&dq)[8][4], const HeadWork& work, int h, int m,
+                                           int half) const {
     const int column = kHalvesAreRows ? 0 : half * 64;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {

@@ -73,7 +73,7 @@ struct Second : SecondConsumer<Second<T, kHeadDim, kOptions, kHeadDimV, Tangents
   __device__ __forceinline__ auto this_step() const {
     return BackwardStep<Shared, Workspace>{p, workspace, shared, queries.stage, has_marks, group, warp_key};
   }
-  __device__ __forceinline__ void write_keys(const Work& work) const {
+  __device__ __forceinline__ void store_key_gradients(const Work& work) const {
     const int column = group * kOwnColumns;
     store_keys<T>(p.dk, work, work.key0 + warp_key, dk, workspace.gradient_scale, p.head_dim, column);
     store_keys<T>(p.dv, work, work.key0 + warp_key, dv, workspace.keep_scale, p.head_dim_v, column);

@@ -97,7 +97,7 @@ struct SecondApart : PingPong, SecondConsumer<SecondApart<T, kHeadDim, kOptions,
   __device__ __forceinline__ auto this_step() const {
     return BackwardStep<Shared, Workspace>{p, workspace, shared, queries.stage, has_marks, group, warp_key};
   }
-  __device__ __forceinline__ void write_keys(const Work& work) const {
+  __device__ __forceinline__ void store_key_gradients(const Work& work) const {
     const int key = work.key0 + group * 64 + warp_key;
     store_keys<T>(p.dk, work, key, dk, workspace.gradient_scale, p.head_dim);
     store_keys<T>(p.dv, work, key, dv, workspace.keep_scale, p.head_dim_v);
@@ -106,7 +106,7 @@ struct SecondApart : PingPong, SecondConsumer<SecondApart<T, kHeadDim, kOptions,
   // The first and the last step are peeled, so that no product is in flight when the loop exits.
   //
   // A warpgroup needs no barrier of its own for its T and F in shared memory. await_phase comes between writing and
-  // reading them, and the barrier in `write` between reading and overwriting them.
+  // reading them, and the barrier in stage_dq between reading and overwriting them.
   __device__ __forceinline__ void walk_queries(const Work& work) {
     const Limits unmasked = uniform(Packing::unmasked_queries(p, work.mask(p), work.key0 + group * 64, 64));
     ptx::barrier_wait(&shared.k_full[0], key_parity);

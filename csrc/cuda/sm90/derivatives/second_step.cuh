@@ -178,7 +178,7 @@ struct SecondConsumer {
       set_zero(kernel.dk);
       set_zero(kernel.dv);
       if (uniform(work.tiles) > 0) kernel.walk_queries(work);
-      kernel.write_keys(work);
+      kernel.store_key_gradients(work);
       ptx::barrier_arrive(&shared.work_empty[works.stage]);
     });
   }

@@ -206,12 +206,12 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
   }
   __device__ __forceinline__ int ping_pong() const { return kForwardPingPong + team * kGroups; }
 
-  // The BiasPlace of this warp's scores against key tile n.
-  __device__ __forceinline__ auto bias_place(const SeenWork& work, int n) const {
-    return BiasPlace{work.b, work.h, work.mask(p), work.row0 + warp_row, n * kKeys};
+  // The TileCoordinates of this warp's scores against key tile n.
+  __device__ __forceinline__ auto tile_coordinates(const SeenWork& work, int n) const {
+    return TileCoordinates{work.b, work.h, work.mask(p), work.row0 + warp_row, n * kKeys};
   }
   __device__ __forceinline__ auto begin_scores(const SeenWork& work, int n) {
-    return scoring.begin(p, [&] { return bias_place(work, n); }, shared, warp_row);
+    return scoring.begin(p, [&] { return tile_coordinates(work, n); }, shared, warp_row);
   }
   // The scores as tiles of one row tile, as functions of all architectures take them.
   __device__ __forceinline__ auto& score_tile() { return reinterpret_cast<float (&)[1][kScoreTiles][4]>(scores); }
@@ -328,8 +328,8 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
   __device__ __forceinline__ void weigh(const SeenWork& work, const KeyWalk& walk, const Limits& unmasked,
                                         const Begun& begun) {
     const int row = work.row0 + warp_row + quad(), key0 = walk.n * kKeys, key = key0 + 2 * lane_in_quad();
-    const auto place = [&] { return bias_place(work, walk.n); };
-    const auto& rule = scoring.make_logits(p, score, score_tile(), place, begun);
+    const auto coordinates = [&] { return tile_coordinates(work, walk.n); };
+    const auto& rule = scoring.make_logits(p, score, score_tile(), coordinates, begun);
     const bool before = (key0 < unmasked.begin), after = (key0 + kKeys > unmasked.end);
     // One branch around both, because most tiles take neither.
     if (before || after) {
@@ -350,7 +350,7 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
     } else {
       softmax.weigh(scores, rule, Operands::kTolerance, keep_shrink, keep_sum);
     }
-    scoring.add_centres(p, place, 0, scores, sums, shrink);
+    scoring.add_centres(p, coordinates, 0, scores, sums, shrink);
   }
 
   __device__ __forceinline__ void end_step(int n) {
@@ -393,10 +393,10 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
       store_rows(row_pointer<T>(p.out, work.b, work.h, at), 8 * p.out.row_stride, out, factors, zero, exist, columns);
     }
     constexpr float kTotal = 1 / Scoring::kWeightScale;
-    softmax.write(p, work.b, work.h, at, {sums[0] * kTotal, sums[1] * kTotal}, exist);
+    softmax.store_statistics(p, work.b, work.h, at, {sums[0] * kTotal, sums[1] * kTotal}, exist);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      scoring.write_centres(p, work.b, work.h, at + 8 * r, 0, r, sums[r] / sink_shrink[r], exist[r]);
+      scoring.store_centres(p, work.b, work.h, at + 8 * r, 0, r, sums[r] / sink_shrink[r], exist[r]);
     }
   }
 
@@ -412,7 +412,7 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
   }
 };
 
-// Kernel: Forward, or a type derived from it that each_work and Loader give other works (invariant/, few_rows/).
+// Kernel is Forward, or a type derived from it whose each_work and Loader have other works (invariant/, few_queries/).
 template <class Kernel, class Params, class Maps, class Grid, class Score>
 __global__ void __launch_bounds__(Kernel::kThreads, 1)
     forward_kernel(const __grid_constant__ Params p, const __grid_constant__ Maps maps,

@@ -91,9 +91,9 @@ struct WithoutBiasTiles : Policy {
   static constexpr bool kBatchesTogether = false;
 
   static void set_bias_map(const AttnParams&, Maps*, int) {}
-  template <class PlaceOf, class Shared>
-  __device__ __forceinline__ auto begin(const AttnParams& p, const PlaceOf& place, Shared&, int) {
-    return Policy::begin(p, place);
+  template <class CoordinatesOf, class Shared>
+  __device__ __forceinline__ auto begin(const AttnParams& p, const CoordinatesOf& coordinates, Shared&, int) {
+    return Policy::begin(p, coordinates);
   }
   template <class Shared>
   __device__ __forceinline__ void skip(Shared&) {}
@@ -105,9 +105,9 @@ struct Fp8ProductScores : DescaledScores<Float8> {
   static constexpr float kWeightScale = LargerWeights::kScale;
 
   // A factor of products that is not positive, and options of a score, are applied to each score.
-  template <class PlaceOf, int kRowTiles, int N>
+  template <class CoordinatesOf, int kRowTiles, int N>
   __device__ __forceinline__ LargerWeights make_logits(const AttnParams&, const Rule& rule, float (&x)[kRowTiles][N][4],
-                                                       const PlaceOf&, Nothing) {
+                                                       const CoordinatesOf&, Nothing) {
     const GeneralScore score = rule.times(of_products);
     if (!score.changes_products() && score.factor >= kSmallest<float>) return {score.factor};
     flashattn_ext::make_logits<Float8>(score, x);
@@ -121,13 +121,13 @@ struct DistanceScores : CentredScores<1, DistanceBias<false, 1, kKeys / 8>> {
   using Rule = GeneralScore;
   using Bias = DistanceBias<false, 1, kKeys / 8>;
 
-  template <class PlaceOf>
-  __device__ __forceinline__ Bias begin(const AttnParams& p, const PlaceOf& place) {
-    return place().template bias<Bias>(p);
+  template <class CoordinatesOf>
+  __device__ __forceinline__ Bias begin(const AttnParams& p, const CoordinatesOf& coordinates) {
+    return coordinates().template bias<Bias>(p);
   }
-  template <class PlaceOf>
+  template <class CoordinatesOf>
   __device__ __forceinline__ DistanceLogit make_logits(const AttnParams&, const Rule& rule, float (&x)[1][kKeys / 8][4],
-                                                       const PlaceOf&, const Bias& bias) {
+                                                       const CoordinatesOf&, const Bias& bias) {
     DistanceLogit logit;
     store_scores<T>(rule, x);
     logit.factor = bias.add(x, rule.factor, logit.row);
@@ -151,13 +151,14 @@ struct BiasTileScores : UncentredScores {
     Shared& shared;
     int row;
   };
-  template <class PlaceOf, class Shared>
-  __device__ __forceinline__ Tile<Shared> begin(const AttnParams&, const PlaceOf&, Shared& shared, int row) const {
+  template <class CoordinatesOf, class Shared>
+  __device__ __forceinline__ Tile<Shared> begin(const AttnParams&, const CoordinatesOf&, Shared& shared,
+                                                int row) const {
     return {shared, row};
   }
-  template <class PlaceOf, class Shared>
+  template <class CoordinatesOf, class Shared>
   __device__ __forceinline__ ScaledLogit make_logits(const AttnParams&, const Rule& rule, float (&x)[1][kKeys / 8][4],
-                                                     const PlaceOf&, const Tile<Shared>& tile) {
+                                                     const CoordinatesOf&, const Tile<Shared>& tile) {
     ptx::barrier_wait(&tile.shared.bias_full[at.stage], at.parity);
     add_bias_tile(x[0], tile.shared.bias[at.stage], tile.row + quad(), rule.softmax_scale);
     release_tile(tile.shared);

@@ -262,7 +262,7 @@ struct LargeForward {
       for (int r = 0; r < 2; ++r) {
         if (row + 8 * r >= work.length_q) continue;
         const int64_t at = int64_t{work.query_start} + row + 8 * r;
-        softmax.write(p, work.b, work.h, at, r, sums[r]);
+        softmax.store_statistics(p, work.b, work.h, at, r, sums[r]);
       }
     }
   };

@@ -196,7 +196,7 @@ struct ShortForward {
     const float totals[2] = {softmax.total(0), softmax.total(1)};
     const float factors[2] = {shrink[0] / totals[0], shrink[1] / totals[1]};
     const bool zero[2] = {totals[0] == 0, totals[1] == 0};
-    softmax.write(p, b, now.h, row, totals, exist);
+    softmax.store_statistics(p, b, now.h, row, totals, exist);
     store_rows(row_pointer<T>(p.out, b, now.h, row), 8 * p.out.row_stride, out, factors, zero, exist,
                static_cast<int>(p.head_dim_v));
   }

@@ -167,9 +167,9 @@ struct InvariantForward : ForwardInChunks<T, kHeadDim, TileOfRow, Policies> {
       const float factor = finish_chunks(&sums[r], sink);
       const bool exists = row + 8 * r < work.length_q;
       const int64_t at = int64_t{work.query_start} + row + 8 * r;
-      if (exists && lane_in_quad() == 0) write_lse(p, work.b, work.h, at, sums[r].max, sums[r].sum);
+      if (exists && lane_in_quad() == 0) store_lse(p, work.b, work.h, at, sums[r].max, sums[r].sum);
       if (exists && lane_in_quad() == r && p.row_maxima.data) {
-        write_largest(p, work.b, work.h, at, softmax.largest_logit);
+        store_largest(p, work.b, work.h, at, softmax.largest_logit);
       }
       store_row(row_pointer<T>(p.out, work.b, work.h, at), out, r, factor, sums[r].sum == 0, exists,
                 static_cast<int>(p.head_dim_v));

@@ -33,8 +33,8 @@ __device__ __forceinline__ void pass_dq(int group) {
   ptx::named_barrier_arrive(kDqFull + group, kDqThreads);
 }
 
-// The adder warp; its first lane issues the additions. The warpgroups hand over their parts half a step apart
-// (ping-pong), or a third warpgroup hands over both in turn (backward_apart.cuh). In a deterministic call the warp
+// The adder warp; its first lane issues the additions. The warpgroups pass it their parts half a step apart
+// (ping-pong), or a third warpgroup passes both in turn (backward_apart.cuh). In a deterministic call the warp
 // waits for the order before a step, and after it for the end of the additions: once for both parts, because each wait
 // takes more than a third of a step.
 template <class Kernel>

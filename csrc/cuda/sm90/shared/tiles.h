@@ -103,11 +103,11 @@ enum BackwardBarrier : int {
   kKeysCleared = 14,      // second*.cuh: both warpgroups have zeroed their parts of the rows behind the last key
 };
 
-// resident_work.cuh, resident.cuh, resident_together.cuh
-enum ResidentBarrier : int {
-  kResidentGroup = 1,     // and 2: the warps of a warpgroup have written dS, or have read the keys
-  kResidentBoth = 3,      // both warpgroups have written scores, or have read the memory in which they exchange dq
-  kResidentKeysRead = 4,  // resident_together.cuh: the products of the warpgroup of dv with the keys are complete
+// few_queries/: backward_work.cuh, backward.cuh, backward_together.cuh
+enum FewQueriesBarrier : int {
+  kFewQueriesGroup = 1,     // and 2 for the second warpgroup: its warps have written dS, or have read the keys
+  kFewQueriesBoth = 3,      // both warpgroups have written scores, or have read the memory in which they exchange dq
+  kFewQueriesKeysRead = 4,  // backward_together.cuh: the products of the warpgroup of dv with the keys are complete
 };
 
 // backward_wide.cuh

@@ -1,7 +1,7 @@
-// What the kernels of resident.cuh share: the works of a thread block, its producer warp, and the stores of dk and dv.
+// What the kernels of backward.cuh share: the works of a thread block, its producer warp, and the stores of dk and dv.
 #pragma once
 
-#include "cuda/decode/few_rows/backward_plan.h"
+#include "cuda/decode/few_queries/backward_plan.h"
 #include "cuda/host/launch.cuh"
 #include "cuda/ptx/async.cuh"
 #include "cuda/score/scores.cuh"
@@ -15,21 +15,21 @@
 
 namespace flashattn_ext::sm90 {
 
-struct ResidentMaps {
+struct FewQueriesMaps {
   CUtensorMap q, dout, k, v, dk, dv;
 };
 
 // One part of the keys of a KV head. tiles: its key tiles, and those among them that some row sees.
-struct ResidentWork {
+struct FewQueriesWork {
   int b, head_k, part;
   Limits tiles, visible;
   __device__ __forceinline__ bool sees_keys() const { return visible.begin < visible.end; }
 };
 
-// kHeldRows: packed rows of the tile; kRowStages: works whose rows are in shared memory at a time; kNumStages: of keys;
-// kReaders: warpgroups that read a stage of keys.
+// kHeldRows: rows of the tile; kRowStages: works whose rows are in shared memory at a time; kNumStages: stages of the
+// ring of keys; kReaders: warpgroups that read a stage of keys.
 template <class T, int kHeadDim, int kHeldRows, int kRowStages, int kNumStages, int kReaders>
-struct ResidentBase {
+struct FewQueriesBase {
   static constexpr int kRows = kHeldRows, kKeys = 64, kGroups = 2, kStages = kNumStages;
   static constexpr int kThreads = (kGroups + 1) * kGroupThreads;
   static constexpr int kPanels = panels(kHeadDim), kColumnTiles = kHeadDim / 8;
@@ -49,7 +49,7 @@ struct ResidentBase {
 
   const AttnGradParams& p;
   const BackwardWorkspace& workspace;
-  const ResidentMaps& maps;
+  const FewQueriesMaps& maps;
   const decode::BackwardPlan& plan;
   Shared& memory;
   const int queries;  // queries of a head
@@ -58,8 +58,8 @@ struct ResidentBase {
   RingPosition<kStages> at;
   RingPosition<kRowStages> rows_at;
 
-  __device__ ResidentBase(Shared& memory, const AttnGradParams& params, const BackwardWorkspace& workspace,
-                          const ResidentMaps& maps, const decode::BackwardPlan& plan)
+  __device__ FewQueriesBase(Shared& memory, const AttnGradParams& params, const BackwardWorkspace& workspace,
+                            const FewQueriesMaps& maps, const decode::BackwardPlan& plan)
       : p(params),
         workspace(workspace),
         maps(maps),
@@ -74,8 +74,8 @@ struct ResidentBase {
   static __device__ __forceinline__ int group() { return uniform(static_cast<int>(threadIdx.x) / kGroupThreads); }
   static __device__ __forceinline__ int warp_row() { return uniform(thread() / 32) * 16; }
 
-  // The place of a packed row in the arrays of rows of the workspace.
-  __device__ __forceinline__ int64_t place_of_row(const ResidentWork& work, int row) const {
+  // The index of a row of the tile in the arrays of rows of the workspace.
+  __device__ __forceinline__ int64_t index_of_row(const FewQueriesWork& work, int row) const {
     return (work.head_k * plan.group + row / queries) * workspace.rows + work.b * queries + row % queries;
   }
 
@@ -88,7 +88,7 @@ struct ResidentBase {
       const int task = i / plan.parts, part = i % plan.parts;
       const int begin = part * plan.part_keys, end = min(begin + plan.part_keys, static_cast<int>(p.seqlen_k));
       const int first = max(begin, seen.begin), last = min(end, seen.end);
-      ResidentWork work{task / heads, task % heads, part, {begin / kKeys, (end + kKeys - 1) / kKeys}, {0, 0}};
+      FewQueriesWork work{task / heads, task % heads, part, {begin / kKeys, (end + kKeys - 1) / kKeys}, {0, 0}};
       if (first < last) work.visible = {first / kKeys, (last + kKeys - 1) / kKeys};
       body(work);
     }
@@ -117,7 +117,7 @@ struct ResidentBase {
 
   // The first stages of a work do not wait for its rows, whose memory the work before may still use.
   __device__ void load() {
-    each_work([&](const ResidentWork& work) {
+    each_work([&](const FewQueriesWork& work) {
       if (!work.sees_keys()) return;
       const int begin = work.visible.begin, end = work.visible.end, ahead = min(begin + kStages, end);
       load_tiles(work, begin, ahead);
@@ -125,7 +125,7 @@ struct ResidentBase {
       load_tiles(work, ahead, end);
     });
   }
-  __device__ __forceinline__ void load_tiles(const ResidentWork& work, int first, int last) {
+  __device__ __forceinline__ void load_tiles(const FewQueriesWork& work, int first, int last) {
     if (threadIdx.x % 32 != 0) return;
 #pragma unroll 1
     for (int tile = first; tile < last; ++tile, at.advance()) {
@@ -135,14 +135,14 @@ struct ResidentBase {
       load_panels(to.v, memory.full[at.stage], maps.v, tile * kKeys, work.head_k, work.b);
     }
   }
-  __device__ __forceinline__ void load_rows(const ResidentWork& work) {
+  __device__ __forceinline__ void load_rows(const FewQueriesWork& work) {
     const int stage = rows_at.stage, lane = static_cast<int>(threadIdx.x) % 32, head = work.head_k * plan.group;
     ptx::barrier_wait(&memory.rows_empty[stage], rows_at.parity ^ 1);
     rows_at.advance();
 #pragma unroll 1
     for (int row = lane; row < kRows; row += 32) {
       const bool exists = row < plan.rows;
-      const int64_t index = place_of_row(work, row);
+      const int64_t index = index_of_row(work, row);
       memory.lse[stage][row] = exists ? workspace.lse[index] : infinity();
       memory.delta[stage][row] = exists ? workspace.delta[index] : 0.f;
     }
@@ -160,7 +160,7 @@ struct ResidentBase {
 
   // Writes the rows of dk or dv of this warp's 16 keys over its part of a tile of the stage, and starts storing them.
   __device__ __forceinline__ void store_keys(const CUtensorMap& map, T (&tile)[kPanels][kKeys][kPanelColumns],
-                                             const ResidentWork& work, int key, float (&sum)[kColumnTiles][4],
+                                             const FewQueriesWork& work, int key, float (&sum)[kColumnTiles][4],
                                              float factor) const {
     const int row = warp_row();
 #pragma unroll
@@ -186,12 +186,12 @@ struct ResidentBase {
     release(empty);
   }
   // A row of the partial dq of a work: [B][Hk][parts][rows][kHeadDim], where rows are all heads of query 0, and so on.
-  __device__ __forceinline__ float* partial_row(const ResidentWork& work, int row) const {
+  __device__ __forceinline__ float* partial_row(const FewQueriesWork& work, int row) const {
     const int64_t part = (int64_t{work.b} * p.heads_k + work.head_k) * plan.parts + work.part;
     return plan.dq + (part * plan.rows + row % queries * plan.group + row / queries) * kHeadDim;
   }
   // dk and dv of tiles that no row sees.
-  __device__ __forceinline__ void store_zeros(const ResidentWork& work, const Limits& tiles) const {
+  __device__ __forceinline__ void store_zeros(const FewQueriesWork& work, const Limits& tiles) const {
     const int first = tiles.begin * kKeys, last = min(tiles.end * kKeys, static_cast<int>(p.seqlen_k));
     const auto clear = [&](const TensorView& to, int64_t columns) {
       constexpr int kElements = 8;
@@ -209,10 +209,10 @@ struct ResidentBase {
 
 template <class Kernel>
 __global__ void __launch_bounds__(Kernel::kThreads, 1)
-    resident_backward_kernel(const __grid_constant__ AttnGradParams p,
-                             const __grid_constant__ BackwardWorkspace workspace,
-                             const __grid_constant__ ResidentMaps maps,
-                             const __grid_constant__ decode::BackwardPlan plan) {
+    few_queries_backward_kernel(const __grid_constant__ AttnGradParams p,
+                                const __grid_constant__ BackwardWorkspace workspace,
+                                const __grid_constant__ FewQueriesMaps maps,
+                                const __grid_constant__ decode::BackwardPlan plan) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) unsigned char memory[];
   Kernel kernel(*reinterpret_cast<SharedOf<Kernel>*>(memory), p, workspace, maps, plan);
@@ -230,19 +230,20 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1)
 }
 
 template <class T, class Kernel>
-void launch_resident(const AttnGradParams& p, const BackwardWorkspace& workspace, const decode::BackwardPlan& plan) {
+void launch_few_queries_backward(const AttnGradParams& p, const BackwardWorkspace& workspace,
+                                 const decode::BackwardPlan& plan) {
   static_assert(kSharedBytesOf<Kernel> <= kSharedLimit);
   const auto rows = [&](const TensorView& t, int64_t columns) {
     return tensor_map(p, t, columns, p.seqlen_q, p.heads_q, p.batch, static_cast<int>(p.seqlen_q), p.dtype, plan.group);
   };
-  const ResidentMaps maps{rows(p.q, p.head_dim),
-                          rows(p.dout, p.head_dim_v),
-                          key_map(p, p.k, p.head_dim, Kernel::kKeys),
-                          key_map(p, p.v, p.head_dim_v, Kernel::kKeys),
-                          key_map(p, p.dk, p.head_dim, 16),
-                          key_map(p, p.dv, p.head_dim_v, 16)};
+  const FewQueriesMaps maps{rows(p.q, p.head_dim),
+                            rows(p.dout, p.head_dim_v),
+                            key_map(p, p.k, p.head_dim, Kernel::kKeys),
+                            key_map(p, p.v, p.head_dim_v, Kernel::kKeys),
+                            key_map(p, p.dk, p.head_dim, 16),
+                            key_map(p, p.dv, p.head_dim_v, 16)};
   const int64_t works = p.batch * p.heads_k * plan.parts;
-  launch_early(resident_backward_kernel<Kernel>, "sm90 resident backward", p,
+  launch_early(few_queries_backward_kernel<Kernel>, "sm90 few_queries_backward", p,
                dim3(static_cast<unsigned>(std::min<int64_t>(works, multiprocessors()))), Kernel::kThreads,
                kSharedBytesOf<Kernel>, p, workspace, maps, plan);
 }

@@ -1,6 +1,6 @@
-// Backward of calls with few queries for many keys on Hopper (cuda/decode/few_rows/few_rows.h). Such calls are bound by
-// the memory: they read k and v and write dk and dv. As in cuda/decode/few_rows/backward.cuh a work is one part of the
-// keys of a KV head, for the rows of all its query heads, which stay in shared memory; its partial dq stays in
+// Backward of calls with few queries for many keys on Hopper (cuda/decode/few_queries/backward.h). Such calls are bound
+// by the memory: they read k and v and write dk and dv. As in cuda/decode/few_queries/backward.cuh a work is one part
+// of the keys of a KV head, for the rows of all its query heads, which stay in shared memory; its partial dq stays in
 // registers.
 //
 // A thread block walks over several works. Its producer warp fills a ring of stages with 64 keys and values each, and
@@ -15,17 +15,17 @@
 #pragma once
 
 #include "cuda/score/large_rows.cuh"
-#include "cuda/sm90/few_rows/resident_together.cuh"
-#include "cuda/sm90/few_rows/resident_work.cuh"
+#include "cuda/sm90/few_queries/backward_together.cuh"
+#include "cuda/sm90/few_queries/backward_work.cuh"
 
 namespace flashattn_ext::sm90 {
 
 template <class T, int kHeadDim>
-constexpr ResidentTile kResidentTile = tile_of<kernel_table::kSm90Resident, T, kHeadDim, kPlain>();
+constexpr FewQueriesTile kFewQueriesTile = tile_of<kernel_table::kSm90FewQueriesBackward, T, kHeadDim, kPlain>();
 
 template <class T, int kHeadDim, int kRowTiles>
-struct ResidentBackward : ResidentBase<T, kHeadDim, 64 * kRowTiles, 2, kResidentTile<T, kHeadDim>.stages, 1> {
-  using Base = ResidentBase<T, kHeadDim, 64 * kRowTiles, 2, kResidentTile<T, kHeadDim>.stages, 1>;
+struct FewQueriesBackward : FewQueriesBase<T, kHeadDim, 64 * kRowTiles, 2, kFewQueriesTile<T, kHeadDim>.stages, 1> {
+  using Base = FewQueriesBase<T, kHeadDim, 64 * kRowTiles, 2, kFewQueriesTile<T, kHeadDim>.stages, 1>;
   using Base::at, Base::rows_at, Base::p, Base::maps, Base::plan, Base::workspace, Base::queries, Base::mask,
       Base::whole;
   using Base::kRows, Base::kKeys, Base::kGroups, Base::kPanels, Base::kColumnTiles;
@@ -33,8 +33,8 @@ struct ResidentBackward : ResidentBase<T, kHeadDim, 64 * kRowTiles, 2, kResident
   using typename Base::Rows, typename Base::Stage;
   // A warpgroup waits for the stages of its own key tiles only: it would miss a phase if it had a stage in every second
   // round.
-  static_assert(kResidentTile<T, kHeadDim>.stages % kGroups == 0);
-  static_assert(kResidentTile<T, kHeadDim>.keys == kKeys);
+  static_assert(kFewQueriesTile<T, kHeadDim>.stages % kGroups == 0);
+  static_assert(kFewQueriesTile<T, kHeadDim>.keys == kKeys);
   static constexpr int kPanelTiles = 8, kGivenTiles = kPanelTiles / kGroups;  // tiles of 8 columns of a panel
 
   // The dq accumulators that a warpgroup gives the other one, of one panel of columns.
@@ -48,14 +48,14 @@ struct ResidentBackward : ResidentBase<T, kHeadDim, 64 * kRowTiles, 2, kResident
   };
   Shared& shared;
 
-  __device__ ResidentBackward(Shared& shared, const AttnGradParams& params, const BackwardWorkspace& workspace,
-                              const ResidentMaps& maps, const decode::BackwardPlan& plan)
+  __device__ FewQueriesBackward(Shared& shared, const AttnGradParams& params, const BackwardWorkspace& workspace,
+                                const FewQueriesMaps& maps, const decode::BackwardPlan& plan)
       : Base(shared, params, workspace, maps, plan), shared(shared) {}
 
   using Sums = float[kRowTiles][kColumnTiles][4];
 
   __device__ void compute() {
-    this->each_work([&](const ResidentWork& work) {
+    this->each_work([&](const FewQueriesWork& work) {
       Sums dq;
 #pragma unroll
       for (int i = 0; i < kRowTiles; ++i) set_zero(dq[i]);
@@ -76,7 +76,7 @@ struct ResidentBackward : ResidentBase<T, kHeadDim, 64 * kRowTiles, 2, kResident
   }
 
   // has_marks: whether a row has the mark of large_rows.cuh.
-  __device__ __forceinline__ void compute_tile(Sums& dq, const ResidentWork& work, int key, bool has_marks) {
+  __device__ __forceinline__ void compute_tile(Sums& dq, const FewQueriesWork& work, int key, bool has_marks) {
     const Rows& rows = shared.rows[rows_at.stage];
     Stage& stage = shared.stages[at.stage];
     auto& dscores = shared.exchange[group()].dscores;
@@ -89,7 +89,7 @@ struct ResidentBackward : ResidentBase<T, kHeadDim, 64 * kRowTiles, 2, kResident
     ptx::hold(x);
     if (has_marks) {
       subtract_words(reinterpret_cast<float (&)[1][kRows / 8][4]>(x), workspace.score, shared.lse[rows_at.stage],
-                     [&](int row) { return workspace.words[this->place_of_row(work, row)]; });
+                     [&](int row) { return workspace.words[this->index_of_row(work, row)]; });
     }
     weigh(x, key);
     pack_scores<T>(packed, x);
@@ -103,11 +103,11 @@ struct ResidentBackward : ResidentBase<T, kHeadDim, 64 * kRowTiles, 2, kResident
     differentiate(dx, packed, key);
     uint32_t packed_dscores[kRows / 16][4];
     pack_scores<T>(packed_dscores, dx);
-    ptx::named_barrier_sync(kResidentGroup + group(),
+    ptx::named_barrier_sync(kFewQueriesGroup + group(),
                             kGroupThreads);  // the product with the last dS is complete in all warps
     store_panels(dscores, warp_row(), packed_dscores);
     ptx::fence_async_shared();
-    ptx::named_barrier_sync(kResidentGroup + group(), kGroupThreads);
+    ptx::named_barrier_sync(kFewQueriesGroup + group(), kGroupThreads);
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) ptx::hold(dq[i]);
     ptx::wgmma_fence();
@@ -127,7 +127,7 @@ struct ResidentBackward : ResidentBase<T, kHeadDim, 64 * kRowTiles, 2, kResident
     ptx::hold(sum);
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) ptx::hold(dq[i]);
-    ptx::named_barrier_sync(kResidentGroup + group(),
+    ptx::named_barrier_sync(kFewQueriesGroup + group(),
                             kGroupThreads);  // the products with the keys are complete in all warps
     store_keys(maps.dk, stage.k, work, key, sum, workspace.gradient_scale);
     this->release_stored(shared.empty[at.stage]);
@@ -146,7 +146,7 @@ struct ResidentBackward : ResidentBase<T, kHeadDim, 64 * kRowTiles, 2, kResident
       if (is_partial(key)) hide(x[n], row, key + warp_row() + quad());
     }
   }
-  // row, key: of the lane's first score. Its other scores belong to the next row and to key + 8.
+  // row, key: where the lane's first score is. Its other scores belong to the next row and to key + 8.
   __device__ __forceinline__ void hide(float (&x)[4], int row, int key) const {
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
@@ -174,7 +174,7 @@ struct ResidentBackward : ResidentBase<T, kHeadDim, 64 * kRowTiles, 2, kResident
   // Adds the dq of both warpgroups, panel after panel. Each stores half of the columns of a panel and gives the other
   // warpgroup the other half. The half is chosen at run time, so that both warpgroups wait at the same instructions:
   // synccheck reports threads that meet at one barrier from two places in the code.
-  __device__ __forceinline__ void add_up(const Sums& dq, const ResidentWork& work) const {
+  __device__ __forceinline__ void add_up(const Sums& dq, const FewQueriesWork& work) const {
     const int me = group();
     const bool is_first = me == 0;
 #pragma unroll
@@ -182,7 +182,7 @@ struct ResidentBackward : ResidentBase<T, kHeadDim, 64 * kRowTiles, 2, kResident
       const int low = panel * kPanelTiles, high = low + kGivenTiles;
       const auto kept = [&](int i, int n, int e) { return is_first ? dq[i][low + n][e] : dq[i][high + n][e]; };
       const auto given = [&](int i, int n, int e) { return is_first ? dq[i][high + n][e] : dq[i][low + n][e]; };
-      ptx::named_barrier_sync(kResidentBoth, kGroups * kGroupThreads);  // the memory of `exchange` is free
+      ptx::named_barrier_sync(kFewQueriesBoth, kGroups * kGroupThreads);  // the memory of `exchange` is free
 #pragma unroll
       for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
@@ -191,7 +191,7 @@ struct ResidentBackward : ResidentBase<T, kHeadDim, 64 * kRowTiles, 2, kResident
               make_float4(given(i, n, 0), given(i, n, 1), given(i, n, 2), given(i, n, 3));
         }
       }
-      ptx::named_barrier_sync(kResidentBoth, kGroups * kGroupThreads);
+      ptx::named_barrier_sync(kFewQueriesBoth, kGroups * kGroupThreads);
 #pragma unroll
       for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
@@ -210,18 +210,19 @@ struct ResidentBackward : ResidentBase<T, kHeadDim, 64 * kRowTiles, 2, kResident
         }
       }
     }
-    ptx::named_barrier_sync(kResidentBoth, kGroups * kGroupThreads);
+    ptx::named_barrier_sync(kFewQueriesBoth, kGroups * kGroupThreads);
   }
 };
 
 template <class T, int kHeadDim, Options kOptions, int kHeadDimV>
-void resident(const AttnGradParams& p, const BackwardWorkspace& workspace, const decode::BackwardPlan& plan) {
+void few_queries_backward(const AttnGradParams& p, const BackwardWorkspace& workspace,
+                          const decode::BackwardPlan& plan) {
   static_assert(kHeadDim == kHeadDimV && kOptions == kPlain);
-  if (plan.rows <= 64) return launch_resident<T, ResidentBackward<T, kHeadDim, 1>>(p, workspace, plan);
+  if (plan.rows <= 64) return launch_few_queries_backward<T, FewQueriesBackward<T, kHeadDim, 1>>(p, workspace, plan);
   if constexpr (kHeadDim <= 64) {
-    launch_resident<T, ResidentBackward<T, kHeadDim, 2>>(p, workspace, plan);
+    launch_few_queries_backward<T, FewQueriesBackward<T, kHeadDim, 2>>(p, workspace, plan);
   } else {
-    launch_resident<T, ResidentTogether<T, kHeadDim>>(p, workspace, plan);
+    launch_few_queries_backward<T, FewQueriesTogether<T, kHeadDim>>(p, workspace, plan);
   }
 }
 

@@ -1,21 +1,21 @@
-// Split-KV with the mainloop of forward.cuh (cuda/decode/few_rows/packed.h). A tile has the rows of several query
+// Split-KV with the mainloop of forward.cuh (cuda/decode/few_queries/pack_gqa.h). A tile has the rows of several query
 // heads of one KV head, in blocks of 16 queries of one head: each consumer warp computes one block, as if its tile of
 // queries began with that block. A work is one part of the keys of a tile; its result goes to the slot of the part, or
 // to `out` where the sequence has one part.
 #pragma once
 
 #include "backend/key_locator.h"
-#include "cuda/decode/few_rows/packed.h"
+#include "cuda/decode/few_queries/pack_gqa.h"
 #include "cuda/sm90/forward/forward.cuh"
 
 namespace flashattn_ext::sm90 {
 
-struct PackedGrid : TileGrid {
+struct PackGqaGrid : TileGrid {
   decode::Plan plan;
 };
 
 // The work of one warp. All warpgroups with rows compute the same key tiles.
-struct PackedWork : ForwardWork {
+struct PackGqaWork : ForwardWork {
   bool has_rows = false;  // whether the warpgroup has rows
 
   template <int kKeys>
@@ -24,13 +24,13 @@ struct PackedWork : ForwardWork {
   }
 };
 
-struct PackedPolicies : PlainPolicies {
+struct PackGqaPolicies : PlainPolicies {
   static constexpr bool kTailsOfCaches = true;
 };
 
 template <class T, int kHeadDim, class TileOfRow>
-struct PackedForward : Forward<T, kHeadDim, kHeadDim, TileOfRow, PackedPolicies> {
-  using Base = Forward<T, kHeadDim, kHeadDim, TileOfRow, PackedPolicies>;
+struct PackGqaForward : Forward<T, kHeadDim, kHeadDim, TileOfRow, PackGqaPolicies> {
+  using Base = Forward<T, kHeadDim, kHeadDim, TileOfRow, PackGqaPolicies>;
   using Base::kGroups, Base::kKeys, Base::kOutTiles, Base::kQueries, Base::kPanels;
   using Base::out, Base::p, Base::shared, Base::softmax, Base::warp_row;
   using typename Base::Element, typename Base::Generator, typename Base::Score, typename Base::Shared,
@@ -44,19 +44,19 @@ struct PackedForward : Forward<T, kHeadDim, kHeadDim, TileOfRow, PackedPolicies>
     int row_tile, hk;
     bool is_first;  // the first part of the sequence
 
-    __device__ __forceinline__ int packed(const AttnParams& p) const {
+    __device__ __forceinline__ int code(const AttnParams& p) const {
       return 2 * (row_tile * static_cast<int>(p.heads_k) + hk) + (is_first ? 1 : 0);
     }
-    static __device__ __forceinline__ PublishedTile of(int packed, const AttnParams& p) {
-      const int heads = static_cast<int>(p.heads_k), tile = packed / 2;
-      return {tile / heads, tile % heads, packed % 2 == 1};
+    static __device__ __forceinline__ PublishedTile of(int code, const AttnParams& p) {
+      const int heads = static_cast<int>(p.heads_k), tile = code / 2;
+      return {tile / heads, tile % heads, code % 2 == 1};
     }
   };
   static __device__ __forceinline__ int blocks_of(int queries) { return (queries + kBlockRows - 1) / kBlockRows; }
 
   // The parts of the keys of a sequence for one KV head.
   struct Parts {
-    int count, slot;           // slot: of the first part
+    int count, slot;           // parts, and the slot of the first one
     int first_key, part_keys;  // part_keys > 0: part n begins at key first_key + n * part_keys
 
     // key_start: the first row of the keys in their batch entry.
@@ -88,7 +88,7 @@ struct PackedForward : Forward<T, kHeadDim, kHeadDim, TileOfRow, PackedPolicies>
 
   struct Loader : Base::Loader {
     __device__ void load_tiles(const TileGrid& grid) {
-      const decode::Plan& plan = static_cast<const PackedGrid&>(grid).plan;
+      const decode::Plan& plan = static_cast<const PackGqaGrid&>(grid).plan;
       each_work(
           this->p, grid, [&](int tile) { return grid.next(tile); },
           [&](const Work& work, const KeyRun& keys) {
@@ -122,10 +122,10 @@ struct PackedForward : Forward<T, kHeadDim, kHeadDim, TileOfRow, PackedPolicies>
     }
   };
 
-  const PackedGrid& grid;
+  const PackGqaGrid& grid;
 
-  __device__ PackedForward(Shared& shared, const AttnParams& params, const Score& score, int group,
-                           const PackedGrid& grid)
+  __device__ PackGqaForward(Shared& shared, const AttnParams& params, const Score& score, int group,
+                            const PackGqaGrid& grid)
       : Base(shared, params, score, group, grid), grid(grid) {}
 
   // Calls body(work, keys) for every work of this thread block; keys: the run that begins with the first key of the
@@ -133,7 +133,7 @@ struct PackedForward : Forward<T, kHeadDim, kHeadDim, TileOfRow, PackedPolicies>
   template <class Take, class Body>
   static __device__ __forceinline__ void each_work(const AttnParams& p, const TileGrid& tiles, const Take& take,
                                                    const Body& body) {
-    const decode::Plan& plan = static_cast<const PackedGrid&>(tiles).plan;
+    const decode::Plan& plan = static_cast<const PackGqaGrid&>(tiles).plan;
     const DecodeParams& call = static_cast<const DecodeParams&>(p);
     const int heads = static_cast<int>(p.heads_k);
     for (int i = static_cast<int>(blockIdx.x); i < tiles.tiles; i = take(i)) {
@@ -158,7 +158,7 @@ struct PackedForward : Forward<T, kHeadDim, kHeadDim, TileOfRow, PackedPolicies>
       work.last = own.begin < own.end ? (own.end - 1) / kKeys : work.first - 1;
       work.row0 = is_split ? ~(parts.slot + part) : 0;
       for (; place.row_tile * kTileBlocks < plan.group * blocks_of(work.length_q); place.row_tile += plan.row_tiles) {
-        work.h = place.packed(p);
+        work.h = place.code(p);
         body(work, run);
       }
     }
@@ -169,7 +169,7 @@ struct PackedForward : Forward<T, kHeadDim, kHeadDim, TileOfRow, PackedPolicies>
     const decode::Plan& plan = grid.plan;
     if (this->group == 0) this->pass_phase(kGroups - 1);
     for (;;) {
-      PackedWork work{receive_work(shared, &this->work_parity)};
+      PackGqaWork work{receive_work(shared, &this->work_parity)};
       if (!work.exists()) return;
       const PublishedTile place = PublishedTile::of(work.h, p);
       const int slot = ~work.row0;
@@ -212,9 +212,9 @@ struct PackedForward : Forward<T, kHeadDim, kHeadDim, TileOfRow, PackedPolicies>
 };
 
 template <class T, int kHeadDim, Options kOptions, int kHeadDimV>
-void packed(const DecodeParams& p, const decode::Plan& plan) {
+void pack_gqa(const DecodeParams& p, const decode::Plan& plan) {
   static_assert(kHeadDim == kHeadDimV && kOptions == kPlain);
-  using Kernel = PackedForward<T, kHeadDim, TileOf<kernel_table::kSm90Packed, T, kHeadDim, kOptions, kHeadDimV>>;
+  using Kernel = PackGqaForward<T, kHeadDim, TileOf<kernel_table::kSm90PackGqa, T, kHeadDim, kOptions, kHeadDimV>>;
   AttnParams entries = p;  // entries of the cache, as a dense batch
   entries.cu_seqlens_q = nullptr;
   entries.batch = p.cache.entries;
@@ -222,10 +222,10 @@ void packed(const DecodeParams& p, const decode::Plan& plan) {
   const ForwardMaps maps{query_map(p, p.q, p.head_dim, Kernel::kBlockRows),
                          key_map(entries, p.k, p.head_dim, Kernel::kKeys),
                          key_map(entries, p.v, p.head_dim_v, Kernel::kKeys)};
-  PackedGrid grid{};
+  PackGqaGrid grid{};
   grid.tiles = plan.blocks;
   grid.plan = plan;
-  launch_forward_kernel<Kernel>("sm90 packed", p, plan.blocks, maps, grid);
+  launch_forward_kernel<Kernel>("sm90 pack_gqa", p, plan.blocks, maps, grid);
 }
 
 }  // namespace flashattn_ext::sm90

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <limits>
 
-#include "cuda/decode/few_rows/packed.h"
+#include "cuda/decode/few_queries/pack_gqa.h"
 #include "cuda/decode/split/kernels.h"
 #include "cuda/host/call.h"
 #include "cuda/host/launch.cuh"
@@ -13,12 +13,12 @@
 namespace flashattn_ext::decode {
 namespace {
 
-struct PackedLaunch {
+struct PackGqaLaunch {
   Plan plan{};
   int64_t rows;     // rows of a KV head
   int64_t q_bytes;  // bytes of the rotated queries
 
-  PackedLaunch(const DecodeParams& p, const PackedKernel& kernel) : rows(p.seqlen_q * p.group_size()) {
+  PackGqaLaunch(const DecodeParams& p, const PackGqaKernel& kernel) : rows(p.seqlen_q * p.group_size()) {
     plan.group = static_cast<int>(p.group_size());
     const int64_t head_rows = tile_count(p.seqlen_q, kBlockRows) * kBlockRows;
     plan.row_tiles = static_cast<int>(tile_count(p.group_size() * head_rows, kernel.rows));
@@ -28,8 +28,8 @@ struct PackedLaunch {
       const int64_t keys = tile_count(tile_count(p.seqlen_k, parts), kernel.keys) * kernel.keys;
       plan.part_keys = static_cast<int>(keys);
       parts = tile_count(p.seqlen_k, keys);
-      const int64_t packed = p.total_k / keys;
-      slots = p.is_varlen() ? p.heads_k * (packed + std::min(p.batch, packed)) : tasks * parts;
+      const int64_t whole_parts = p.total_k / keys;
+      slots = p.is_varlen() ? p.heads_k * (whole_parts + std::min(p.batch, whole_parts)) : tasks * parts;
     }
     plan.splits = plan.most_parts = static_cast<int>(parts);
     plan.blocks = static_cast<int>(tasks * plan.row_tiles * parts);
@@ -42,7 +42,7 @@ struct PackedLaunch {
   // The number of parts with which the last thread block ends first. A part takes as long as its keys and some more.
   // Where the results of a sequence must not depend on its batch, the batch is one sequence, and longer parts are a
   // compromise with large batches.
-  int64_t parts_of(const DecodeParams& p, const PackedKernel& kernel) const {
+  int64_t parts_of(const DecodeParams& p, const PackGqaKernel& kernel) const {
     constexpr int64_t kEpilogueKeys = 512;
     const int64_t least_bytes = p.splits_alone ? 512 << 10 : 256 << 10;
     const int64_t least_keys = least_bytes / ((p.head_dim + p.head_dim_v) * element_bytes(p));
@@ -57,21 +57,21 @@ struct PackedLaunch {
   }
 
   // Returns the size of the workspace in bytes. q: the rotated queries.
-  size_t set_workspace(const DecodeParams& p, const PackedKernel& kernel, TensorView* q) {
+  size_t set_workspace(const DecodeParams& p, const PackGqaKernel& kernel, TensorView* q) {
     return plan.place(p, q_bytes, p.batch * p.heads_k, kernel.columns, q);
   }
 };
 
 }  // namespace
 
-size_t packed_bytes(const DecodeParams& p, const PackedKernel& kernel) {
+size_t pack_gqa_bytes(const DecodeParams& p, const PackGqaKernel& kernel) {
   TensorView q;
-  return PackedLaunch(p, kernel).set_workspace(p, kernel, &q);
+  return PackGqaLaunch(p, kernel).set_workspace(p, kernel, &q);
 }
 
-void run_packed(const DecodeParams& params, const PackedKernel& kernel) {
+void run_pack_gqa(const DecodeParams& params, const PackGqaKernel& kernel) {
   DecodeParams p = params;
-  PackedLaunch launch(p, kernel);
+  PackGqaLaunch launch(p, kernel);
   TensorView rotated;
   launch.set_workspace(p, kernel, &rotated);
   append(p, p.rotary.cos ? rotated : TensorView{});

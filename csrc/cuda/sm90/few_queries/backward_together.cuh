@@ -1,17 +1,17 @@
-// The backward of resident.cuh for 65 to 128 packed rows and head dims above 64, whose gradients do not fit in the
-// registers of one warpgroup. Both warpgroups compute the same key tile, each for 64 rows: it has the scores
-// S = Q K^T of its rows and adds to their dq. dk and dv need the scores of all rows. These go to shared memory, where
-// one warpgroup reads P for dv and the other one dS for dk.
+// The backward of backward.cuh for 65 to 128 rows of a KV head and head dims above 64, whose gradients do not fit in
+// the registers of one warpgroup. Both warpgroups compute the same key tile, each for 64 rows: it has the scores S = Q
+// K^T of its rows and adds to their dq. dk and dv need the scores of all rows. These go to shared memory, where one
+// warpgroup reads P for dv and the other one dS for dk.
 #pragma once
 
 #include "cuda/score/large_rows.cuh"
-#include "cuda/sm90/few_rows/resident_work.cuh"
+#include "cuda/sm90/few_queries/backward_work.cuh"
 
 namespace flashattn_ext::sm90 {
 
 template <class T, int kHeadDim>
-struct ResidentTogether : ResidentBase<T, kHeadDim, 128, 1, 3, 2> {
-  using Base = ResidentBase<T, kHeadDim, 128, 1, 3, 2>;
+struct FewQueriesTogether : FewQueriesBase<T, kHeadDim, 128, 1, 3, 2> {
+  using Base = FewQueriesBase<T, kHeadDim, 128, 1, 3, 2>;
   using Base::at, Base::rows_at, Base::maps, Base::plan, Base::workspace, Base::queries, Base::mask, Base::whole;
   using Base::group, Base::warp_row, Base::store_keys, Base::store_zeros;
   using Base::kRows, Base::kKeys, Base::kGroups, Base::kColumnTiles;
@@ -19,24 +19,24 @@ struct ResidentTogether : ResidentBase<T, kHeadDim, 128, 1, 3, 2> {
 
   // P and dS of all rows. A warpgroup writes those of a tile while the other one may still read those of the tile
   // before.
-  struct Scores {
+  struct SharedScores {
     T weights[1][kRows][kKeys], dscores[1][kRows][kKeys];
   };
   struct Shared : Base::Shared {
-    alignas(1024) Scores scores[2];
+    alignas(1024) SharedScores scores[2];
   };
   Shared& shared;
   int buffer = 0;  // buffer of `scores`
 
-  __device__ ResidentTogether(Shared& shared, const AttnGradParams& params, const BackwardWorkspace& workspace,
-                              const ResidentMaps& maps, const decode::BackwardPlan& plan)
+  __device__ FewQueriesTogether(Shared& shared, const AttnGradParams& params, const BackwardWorkspace& workspace,
+                                const FewQueriesMaps& maps, const decode::BackwardPlan& plan)
       : Base(shared, params, workspace, maps, plan), shared(shared) {}
 
   // The first of the lane's two rows; the other one is 8 rows below.
   static __device__ __forceinline__ int first_row() { return group() * 64 + warp_row() + quad(); }
 
   __device__ void compute() {
-    this->each_work([&](const ResidentWork& work) {
+    this->each_work([&](const FewQueriesWork& work) {
       float dq[kColumnTiles][4];
       set_zero(dq);
       store_zeros(work, {work.tiles.begin, work.sees_keys() ? work.visible.begin : work.tiles.end});
@@ -61,10 +61,10 @@ struct ResidentTogether : ResidentBase<T, kHeadDim, 128, 1, 3, 2> {
   }
 
   __device__ __forceinline__ void compute_tile(float (&dq)[kColumnTiles][4], const float (&lse)[1][2],
-                                               const float (&delta)[2], const ResidentWork& work, int key) {
+                                               const float (&delta)[2], const FewQueriesWork& work, int key) {
     const Rows& rows = shared.rows[rows_at.stage];
     Stage& stage = shared.stages[at.stage];
-    Scores& scores = shared.scores[buffer];
+    SharedScores& scores = shared.scores[buffer];
     buffer ^= 1;
     float x[kKeys / 8][4], dx[kKeys / 8][4], sum[kColumnTiles][4];
     uint32_t packed[kKeys / 16][4];
@@ -75,7 +75,7 @@ struct ResidentTogether : ResidentBase<T, kHeadDim, 128, 1, 3, 2> {
     ptx::hold(x);
     if (is_mark(lse[0][0]) || is_mark(lse[0][1])) {
       subtract_words_of_rows(reinterpret_cast<float (&)[1][kKeys / 8][4]>(x), workspace.score, lse, [&](int, int r) {
-        return workspace.words[this->place_of_row(work, min(first_row() + 8 * r, plan.rows - 1))];
+        return workspace.words[this->index_of_row(work, min(first_row() + 8 * r, plan.rows - 1))];
       });
     }
     weigh(x, lse[0], key);
@@ -99,7 +99,7 @@ struct ResidentTogether : ResidentBase<T, kHeadDim, 128, 1, 3, 2> {
     pack_scores<T>(packed, dx);
     store_panels(scores.dscores, group() * 64 + warp_row(), packed);
     ptx::fence_async_shared();
-    ptx::named_barrier_sync(kResidentBoth, kGroups * kGroupThreads);  // the scores of all rows are written
+    ptx::named_barrier_sync(kFewQueriesBoth, kGroups * kGroupThreads);  // the scores of all rows are written
     accumulate(dq, packed, stage.k);
     const bool is_dv = group() == 0;
     transposed_product(sum, *(is_dv ? scores.weights : scores.dscores), *(is_dv ? rows.dout : rows.q));
@@ -108,9 +108,9 @@ struct ResidentTogether : ResidentBase<T, kHeadDim, 128, 1, 3, 2> {
     ptx::hold(dq);
     ptx::hold(sum);
     if (is_dv) {
-      ptx::named_barrier_arrive(kResidentKeysRead, kGroups * kGroupThreads);
+      ptx::named_barrier_arrive(kFewQueriesKeysRead, kGroups * kGroupThreads);
     } else {
-      ptx::named_barrier_sync(kResidentKeysRead, kGroups * kGroupThreads);
+      ptx::named_barrier_sync(kFewQueriesKeysRead, kGroups * kGroupThreads);
     }
     store_keys(is_dv ? maps.dv : maps.dk, is_dv ? stage.v : stage.k, work, key, sum,
                is_dv ? 1.f : workspace.gradient_scale);
@@ -145,7 +145,7 @@ struct ResidentTogether : ResidentBase<T, kHeadDim, 128, 1, 3, 2> {
   }
 
   // The partial dq of the work.
-  __device__ __forceinline__ void store_queries(const float (&dq)[kColumnTiles][4], const ResidentWork& work) const {
+  __device__ __forceinline__ void store_queries(const float (&dq)[kColumnTiles][4], const FewQueriesWork& work) const {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = first_row() + 8 * r;

@@ -1,9 +1,9 @@
-// Backward of calls with few queries for many keys (few_rows.h), on every GPU; on Hopper
-// cuda/sm90/few_rows/resident.cuh serves most of them. It is bound by the memory bandwidth of reading k and v and of
+// Backward of calls with few queries for many keys (backward.h), on every GPU; on Hopper
+// cuda/sm90/few_queries/backward.cuh serves most of them. It is bound by the memory bandwidth of reading k and v and of
 // writing dk and dv. The kernels of sm80/ and sm90/ keep a tile of keys and iterate over queries: with few queries they
 // expose the memory latency of every key tile, and all key tiles accumulate into the same tile of dq. Here a thread
-// block keeps the packed rows of a KV head, as in split.cuh, and iterates over one part (KV split, backward_plan.h) of
-// the keys. It accumulates its partial dq in registers; few_rows_backward.cu sums the parts in order.
+// block keeps the rows of a KV head, as in split.cuh, and iterates over one part (KV split, backward_plan.h) of
+// the keys. It accumulates its partial dq in registers; backward.cu sums the parts in order.
 //
 // Each warp processes 16 keys of a step in its own multistage buffer (ring). The scores are transposed, S^T = K Q^T, so
 // that a warp has all rows of its keys and computes whole rows of dk and dv. With up to 16 rows a warp also has its own
@@ -11,7 +11,7 @@
 // exchange dS through shared memory, and each warp accumulates some rows and columns of dq over the keys of all warps.
 #pragma once
 
-#include "cuda/decode/few_rows/backward_plan.h"
+#include "cuda/decode/few_queries/backward_plan.h"
 #include "cuda/host/launch.cuh"
 #include "cuda/score/large_rows.cuh"
 #include "cuda/stages/backward_workspace.h"
@@ -26,7 +26,7 @@
 namespace flashattn_ext::decode {
 
 template <class T, int kHeadDim, int kRowTiles>
-struct FewRowsBackward {
+struct FewQueriesBackward {
   using Core = TensorCore<T>;
   using Tile = SwizzledTile<T, kHeadDim>;
   static constexpr int kRows = 16 * kRowTiles, kKeys = 16, kThreads = kBackwardWarps * 32;
@@ -64,8 +64,8 @@ struct FewRowsBackward {
   typename Tile::Places places{};
   float dq[1][kSumTiles][4];
 
-  __device__ FewRowsBackward(const AttnGradParams& params, const BackwardWorkspace& workspace, const BackwardPlan& plan,
-                             Shared& shared, int task)
+  __device__ FewQueriesBackward(const AttnGradParams& params, const BackwardWorkspace& workspace,
+                                const BackwardPlan& plan, Shared& shared, int task)
       : p(params),
         workspace(workspace),
         plan(plan),
@@ -117,7 +117,7 @@ struct FewRowsBackward {
     }
   }
 
-  // Starts copying the packed rows of q and dout; padding rows become zero. Reads lse and delta.
+  // Starts copying the rows of q and dout; padding rows become zero. Reads lse and delta.
   __device__ __forceinline__ void load_rows() {
 #pragma unroll 1
     for (int v = static_cast<int>(threadIdx.x); v < kRows * kRowVectors; v += kThreads) {
@@ -320,10 +320,10 @@ struct FewRowsBackward {
 
 template <class T, int kHeadDim, int kRowTiles>
 __global__ void __launch_bounds__(kBackwardWarps * 32, 1)
-    few_rows_backward_kernel(const __grid_constant__ AttnGradParams p,
-                             const __grid_constant__ BackwardWorkspace workspace,
-                             const __grid_constant__ BackwardPlan plan) {
-  using Kernel = FewRowsBackward<T, kHeadDim, kRowTiles>;
+    few_queries_backward_kernel(const __grid_constant__ AttnGradParams p,
+                                const __grid_constant__ BackwardWorkspace workspace,
+                                const __grid_constant__ BackwardPlan plan) {
+  using Kernel = FewQueriesBackward<T, kHeadDim, kRowTiles>;
   extern __shared__ __align__(128) unsigned char memory[];
   const int block = static_cast<int>(blockIdx.x);
   Kernel(p, workspace, plan, *reinterpret_cast<typename Kernel::Shared*>(memory), block / plan.parts)
@@ -332,10 +332,10 @@ __global__ void __launch_bounds__(kBackwardWarps * 32, 1)
 
 template <class T, int kHeadDim, int kRowTiles>
 void backward(const AttnGradParams& p, const BackwardWorkspace& workspace, const BackwardPlan& plan) {
-  constexpr int kSharedBytes = static_cast<int>(sizeof(typename FewRowsBackward<T, kHeadDim, kRowTiles>::Shared));
+  constexpr int kSharedBytes = static_cast<int>(sizeof(typename FewQueriesBackward<T, kHeadDim, kRowTiles>::Shared));
   static_assert(kSharedBytes == shared_bytes_of({kTypeOf<T>, kHeadDim, kRowTiles, 0}));
-  launch(few_rows_backward_kernel<T, kHeadDim, kRowTiles>, "few_rows_backward", p, p.batch * p.heads_k * plan.parts,
-         kBackwardWarps * 32, kSharedBytes, workspace, plan);
+  launch(few_queries_backward_kernel<T, kHeadDim, kRowTiles>, "few_queries_backward", p,
+         p.batch * p.heads_k * plan.parts, kBackwardWarps * 32, kSharedBytes, workspace, plan);
 }
 
 }  // namespace flashattn_ext::decode

@@ -4,8 +4,8 @@
 
 #include <algorithm>
 
-#include "cuda/decode/few_rows/backward_plan.h"
-#include "cuda/decode/few_rows/few_rows.h"
+#include "cuda/decode/few_queries/backward.h"
+#include "cuda/decode/few_queries/backward_plan.h"
 #include "cuda/ptx/async.cuh"
 #include "cuda/stages/backward_finish.cuh"
 #include "cuda/stages/backward_workspace.h"
@@ -20,12 +20,12 @@ BackwardWorkspace rows_of(const AttnGradParams& p) { return BackwardWorkspace(p,
 
 // Chooses the KV splits from the shapes of one sequence: its results are bit-identical in every batch, and one sequence
 // alone keeps the GPU busy.
-BackwardPlan plan_of(const AttnGradParams& p, const FewRowsKernel& kernel, const BackwardWorkspace& workspace) {
+BackwardPlan plan_of(const AttnGradParams& p, const FewQueriesKernel& kernel, const BackwardWorkspace& workspace) {
   constexpr int64_t kReservedBytes = 1024;  // reserved by the driver per thread block
   const int64_t shared = shared_memory_of_multiprocessor();
-  const int64_t resident =
+  const int64_t blocks =
       kernel.shared_bytes > 0 ? std::min<int64_t>(2, shared / (kernel.shared_bytes + kReservedBytes)) : 1;
-  const int64_t at_once = resident * multiprocessors();
+  const int64_t at_once = blocks * multiprocessors();
   const int64_t wanted = std::max<int64_t>(1, at_once / p.heads_k);
   // Long parts amortise prologue and epilogue, but at least half of the wanted parts must remain. On an H200, parts of
   // 1024 keys reach 0.81 of the bandwidth of a device copy in large batches, and parts of 512 keys 0.76. A kernel with
@@ -47,7 +47,7 @@ BackwardPlan plan_of(const AttnGradParams& p, const FewRowsKernel& kernel, const
 
 constexpr int kSumThreads = 256, kSumsAtOnce = 8;
 
-// The threads of a packed row: `groups` groups, each of which covers all columns and sums every groups-th part.
+// The threads of a row: `groups` groups, each of which covers all columns and sums every groups-th part.
 struct SumPlan {
   int columns, groups;
   __host__ __device__ int row_threads() const { return columns / 4; }
@@ -55,13 +55,13 @@ struct SumPlan {
 };
 
 // Few parts need no second round of loads.
-SumPlan sum_plan_of(const FewRowsKernel& kernel, const BackwardPlan& plan) {
+SumPlan sum_plan_of(const FewQueriesKernel& kernel, const BackwardPlan& plan) {
   SumPlan sums{kernel.columns, 1};
   while (plan.parts > 2 * kSumsAtOnce * sums.groups && sums.rows() > 1) sums.groups *= 2;
   return sums;
 }
 
-// Sums the partial dq of packed rows over the parts.
+// Sums the partial dq of rows over the parts.
 template <class T>
 __global__ void __launch_bounds__(kSumThreads)
     sum_parts_kernel(const __grid_constant__ AttnGradParams p, const __grid_constant__ BackwardPlan plan,
@@ -106,12 +106,12 @@ __global__ void __launch_bounds__(kSumThreads)
 }
 
 template <class T>
-void run(const AttnGradParams& p, const FewRowsKernel& kernel) {
+void run(const AttnGradParams& p, const FewQueriesKernel& kernel) {
   const BackwardWorkspace workspace = rows_of(p);
   const BackwardPlan plan = plan_of(p, kernel, workspace);
   launch_prepare<T>(p, workspace);
   kernel.run(p, workspace, plan);
-  constexpr const char* kName = "few_rows_backward (dq)";
+  constexpr const char* kName = "few_queries_backward (dq)";
   const SumPlan sums = sum_plan_of(kernel, plan);
   const int64_t rows = p.batch * p.heads_k * plan.rows;
   launch_early(sum_parts_kernel<T>, kName, p, row_of_blocks((rows + sums.rows() - 1) / sums.rows(), kName, p),
@@ -121,14 +121,14 @@ void run(const AttnGradParams& p, const FewRowsKernel& kernel) {
 
 }  // namespace
 
-size_t few_rows_bytes(const AttnGradParams& p, const FewRowsKernel& kernel) {
+size_t few_queries_backward_bytes(const AttnGradParams& p, const FewQueriesKernel& kernel) {
   const BackwardWorkspace workspace = rows_of(p);
   const BackwardPlan plan = plan_of(p, kernel, workspace);
   const int64_t sums = p.batch * p.heads_k * plan.parts * plan.rows * kernel.columns * 4;
   return static_cast<size_t>(workspace.bytes + sums);
 }
 
-void run_few_rows(const AttnGradParams& p, const FewRowsKernel& kernel) {
+void run_few_queries_backward(const AttnGradParams& p, const FewQueriesKernel& kernel) {
   p.dtype == DType::kFloat16 ? run<__half>(p, kernel) : run<__nv_bfloat16>(p, kernel);
 }
 
