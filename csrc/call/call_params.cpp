@@ -295,28 +295,28 @@ at::Tensor as_dtype(const at::Tensor& t, at::ScalarType dtype) {
 
 }  // namespace
 
-BiasGradients zeroed_bias_gradients(const AttnCall& c, const BackwardCall& b, const Backend& backend,
+BiasGradients bias_gradient_buffers(const AttnCall& c, const BackwardCall& b, const Backend& backend,
                                     const AttnGradParams* params) {
   const auto sums = c.q.options().dtype(c.statistics_dtype());
-  BiasGradients zeroed;
-  if (c.alibi_slopes && b.needs_dalibi_slopes) zeroed.alibi_slopes = at::zeros(c.alibi_slopes->sizes(), sums);
-  if (c.relative_bias && b.needs_drelative_bias) zeroed.relative_bias = at::zeros(c.relative_bias->sizes(), sums);
-  if (!c.bias || !b.needs_dbias) return zeroed;
+  BiasGradients buffers;
+  if (c.alibi_slopes && b.needs_dalibi_slopes) buffers.alibi_slopes = at::zeros(c.alibi_slopes->sizes(), sums);
+  if (c.relative_bias && b.needs_drelative_bias) buffers.relative_bias = at::zeros(c.relative_bias->sizes(), sums);
+  if (!c.bias || !b.needs_dbias) return buffers;
   const std::vector<int64_t> scores{c.q.size(0), c.q.size(c.head_axis()), c.q.size(c.row_dim()), c.bias->size(3)};
   if (c.bias->sizes() == scores) {
-    zeroed.bias = empty_in_huge_pages(scores, c.bias->options());
+    buffers.bias = empty_in_huge_pages(scores, c.bias->options());
     if (params && backend.writes_bias_gradient) {
       AttnGradParams p = *params;
-      set_memory(zeroed, &p);
-      if (backend.writes_bias_gradient(p)) return zeroed;
+      set_memory(buffers, &p);
+      if (backend.writes_bias_gradient(p)) return buffers;
     }
-    zeroed.bias.zero_();
+    buffers.bias.zero_();
   } else {
     const bool in_order = &backend == &cpu_backend();  // the CPU backend adds in a fixed order
     const at::IntArrayRef sizes = c.deterministic && !in_order ? at::IntArrayRef(scores) : c.bias->sizes();
-    zeroed.bias = empty_in_huge_pages(sizes, sums).zero_();
+    buffers.bias = empty_in_huge_pages(sizes, sums).zero_();
   }
-  return zeroed;
+  return buffers;
 }
 
 void set_memory(const BiasGradients& gradients, AttnGradParams* p) {

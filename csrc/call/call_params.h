@@ -59,7 +59,7 @@ struct BiasGradients {
 // gradient of the bias has one element per score even for a broadcast bias, so that no sum depends on the order in
 // which thread blocks run; finished() reduces it. params: of the op `backward`, but for these buffers: a gradient that
 // the backend writes as a whole is not zeroed. nullptr: of another op.
-BiasGradients zeroed_bias_gradients(const AttnCall& call, const BackwardCall& backward, const Backend& backend,
+BiasGradients bias_gradient_buffers(const AttnCall& call, const BackwardCall& backward, const Backend& backend,
                                     const AttnGradParams* params);
 void set_memory(const BiasGradients& gradients, AttnGradParams* params);
 // The results in the shapes and dtypes of the given inputs; empty tensors for undefined gradients.

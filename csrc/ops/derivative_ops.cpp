@@ -109,7 +109,7 @@ void second(const c10::OperatorHandle& op, Stack* stack) {
   p.dk = view_of(c, dk);
   p.dv = view_of(c, dv);
   p.dsink = c.sink ? dsink.data_ptr() : nullptr;
-  const BiasGradients sums = zeroed_bias_gradients(c, s.backward, *backend, nullptr);
+  const BiasGradients sums = bias_gradient_buffers(c, s.backward, *backend, nullptr);
   set_memory(sums, &p);
   const at::Tensor workspace = workspace_for(c.q, backend->second_workspace_bytes(p), &p);
   set_rows_of_no_sequence(c.cu_seqlens_q, dq, c.row_dim(), 0);

@@ -140,7 +140,7 @@ void backward(const c10::OperatorHandle& op, Stack* stack) {
   p.dk = view_of(c, dk);
   p.dv = view_of(c, dv);
   p.dsink = c.sink ? dsink.data_ptr() : nullptr;
-  const BiasGradients sums = zeroed_bias_gradients(c, b, *backend, &p);
+  const BiasGradients sums = bias_gradient_buffers(c, b, *backend, &p);
   set_memory(sums, &p);
   const at::Tensor workspace = workspace_for(c.q, backend->backward_workspace_bytes(p), &p);
   if (!backend->sets_unowned_rows) {

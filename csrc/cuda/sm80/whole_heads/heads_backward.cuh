@@ -175,8 +175,8 @@ struct HeadsBackward {
     const float2 statistics = Gradients::statistics(words);
     now.lse[row] = statistics.x;
     now.log2_sum[row] = statistics.y;
-    const bool has_one_weight = is_mark_of_one_weight(statistics.x) || is_mark_of_one_weight(statistics.y);
-    now.delta[row] = ((has_one_weight ? 0.f : delta) - dlse) / rule.keep_scale();
+    const bool is_marked = is_mark_of_one_weight(statistics.x) || is_mark_of_one_weight(statistics.y);
+    now.delta[row] = ((is_marked ? 0.f : delta) - dlse) / rule.keep_scale();
   }
   __device__ __forceinline__ LseWords<float> words_of(const QueryTile& tile, int row) const {
     if constexpr (kOptions == kPlain) {  // whose statistics look at the size of a row (heads_gradients.cuh)

@@ -83,7 +83,7 @@ struct HeldBiasGradient {
     });
   }
 
-  // Adds dS^T of a step to a gradient that several scores share. The gradient is contiguous (zeroed_bias_gradients), so
+  // Adds dS^T of a step to a gradient that several scores share. The gradient is contiguous (bias_gradient_buffers), so
   // that a row has at most 256 elements.
   __device__ __forceinline__ void add_to_memory(const float (&dscores)[kTiles][4], int query) const {
     const int stride = static_cast<int>(kernel.p.dbias.row_stride), key = kernel.key();
