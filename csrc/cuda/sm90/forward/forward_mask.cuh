@@ -105,8 +105,8 @@ struct KeyFinder {
       if (begins) {
         if (more == 0) work.last = work.first - 1;
         publish(work);
-      } else if (lane() == 0) {
-        if (more == 0) shared.batches[before].tiles[found - 1].bits |= 1u << KeyTile::kLast;
+      } else {
+        if (more == 0 && lane() == 0) shared.batches[before].tiles[found - 1].bits |= 1u << KeyTile::kLast;
         ptx::barrier_arrive(&shared.batch_full[before]);
       }
       if (more == 0) {
@@ -133,8 +133,7 @@ struct KeyFinder {
   }
   __device__ void send_end() {
     ptx::barrier_wait(&shared.batch_empty[at.stage], at.parity ^ 1);
-    if (lane() != 0) return;
-    shared.batches[at.stage].count = 0;
+    if (lane() == 0) shared.batches[at.stage].count = 0;
     ptx::barrier_arrive(&shared.batch_full[at.stage]);
   }
 
@@ -375,7 +374,7 @@ struct IntervalVisibility {
   template <class Shared>
   static __device__ __forceinline__ void init(Shared& shared) {
     for (int i = 0; i < kKeyBatches; ++i) {
-      ptx::barrier_init(&shared.batch_full[i], 1);
+      ptx::barrier_init(&shared.batch_full[i], 32);  // every lane of the finding warp has written to the batch
       ptx::barrier_init(&shared.batch_empty[i], 1);
     }
     ptx::barrier_init(&shared.tiles_end[0], 1);
