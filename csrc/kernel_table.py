@@ -21,6 +21,7 @@ SUFFIXES = {
     "kPlain": "",
     "kGroups": "",
     "kBrief": "_brief",
+    "kFewTiles": "_brief",
     "kDropout": "",
     "kIntervals": "_masks",
     "kMasks": "_masks",

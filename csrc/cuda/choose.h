@@ -10,6 +10,7 @@
 #include <limits>
 
 #include "backend/cached_call.h"
+#include "cuda/choice.h"
 #include "cuda/decode/few_queries/backward_plan.h"
 #include "cuda/decode/few_queries/pack_gqa.h"
 #include "cuda/decode/prefill/cache_rows.h"
@@ -28,64 +29,6 @@
 #include "rules/mask.h"
 
 namespace flashattn_ext {
-
-// Whose rows a backend runs: those for every GPU (cuda-sm80), or on Hopper these and its own (cuda-sm90).
-enum class Family { kEveryGpu, kHopper };
-
-struct Gpu {
-  int multiprocessors = 0;
-  int block_shared = 0;  // bytes of shared memory that a thread block may have
-};
-
-enum class Way {
-  kTiles,    // a thread block for each tile of queries, in a backward of keys: the kernels of sm80/ and sm90/
-  kChunks,   // forward: one for each chunk of keys (decode/prefill/chunks.h)
-  kPackGqa,  // forward: split-KV with PackGQA on the tensor cores of Hopper (decode/few_queries/pack_gqa.h)
-  kSplit,    // forward: split-KV over tiles of decoding (decode/split/)
-  kPrefill,  // a decoding call as a varlen forward, which makes a choice of its own (decode/prefill/prefill.h)
-  kFewQueriesBackward,  // backward: split-KV over the rows of a KV head (decode/few_queries/backward.h)
-};
-
-// What happens to inputs before. The kernels of split-KV read fp8 as it is, with any alignment.
-enum class Inputs { kAsGiven, kAligned, kWidened };
-
-struct Choice {
-  TableRow row;  // the kernel; none: no row serves the call
-  Way way = Way::kTiles;
-  Inputs inputs = Inputs::kAligned;
-  bool transposes = false;  // values in e4m3: whether the kernel transposes them itself, or another one before it
-};
-
-// How decoding runs a row of kSm90Invariant; `run` is not set.
-inline ChunkKernel chunk_tile(const TableRow& row) {
-  const sm90::ForwardTile tile = compiled_tile(table_row<Stage::kSm90Invariant>(row).tiles);
-  return {nullptr, tile.queries(), tiles_of_chunk(tile.keys) * tile.keys, tile.keys};
-}
-// A row of kSm90PackGqa; `run` is not set.
-inline decode::PackGqaKernel pack_gqa_tile(const TableRow& row) {
-  const auto& kernel = table_row<Stage::kSm90PackGqa>(row);
-  const sm90::ForwardTile tile = compiled_tile(kernel.tiles);
-  return {nullptr, tile.queries(), tile.keys, kernel.head_dims.qk};
-}
-
-// Shared memory that a thread block of a forward or of forward mode needs, in bytes; 0: what every GPU has.
-inline int least_shared(const TableRow& row) {
-  const int bytes = row.type == kFp32 ? 4 : 2;
-  const int least =
-      row.stage == Stage::kSm80Forward ? sm80::least_shared(bytes, table_row<Stage::kSm80Forward>(row).head_dims.qk)
-      : row.stage == Stage::kSm80Jvp   ? sm80::derivative_shared(bytes, table_row<Stage::kSm80Jvp>(row).head_dims.qk)
-                                       : 0;
-  return least > sm80::kSmallShared ? least : 0;
-}
-
-// Whether the rows of q and of the caches are aligned for TMA.
-inline bool has_aligned_rows(const DecodeParams& p) {
-  const auto aligned = [&](const TensorView& t, int64_t columns) {
-    return rows_are_aligned(t, columns, element_bytes(p));
-  };
-  const bool has_q = p.rotary.cos ? p.head_dim % 8 == 0 : aligned(p.q, p.head_dim);
-  return has_q && aligned(p.k, p.head_dim) && aligned(p.v, p.head_dim_v);
-}
 
 class Chooser {
  public:
@@ -123,8 +66,7 @@ class Chooser {
     const KernelCall call = forward_call(p);
     if (const TableRow row = short_forward_row(p, call)) return {row};
     if (const TableRow row = heads_forward_row(p, call)) return {row};
-    const TableRow brief = brief_forward_row(p, call);
-    Choice choice{brief ? brief : forward_row(call)};
+    Choice choice{tiled_forward_row(p, call)};
     const bool is_narrow = p.dtype == DType::kFloat8;  // a prefill has already widened its keys and values
     if (p.invariant && prefers_chunks(p) && has_chunks(cached_call(p), choice.row)) {
       choice.way = Way::kChunks;
@@ -347,12 +289,14 @@ class Chooser {
   // mma.sync, beside sm80/ and sm90/: 64x256 8x32 26.6, 42.6 and 36.2; 32x256 16x64 58 and 48 (sm80/); 128x64
   // 16x128 39.5, 73.9 and 48.0. With options, beside sm90/: a bias 256x64 6x32 24.8 and 47.1, 64x96 12x64 33.1
   // and 28.6, by its own kernel 128x128 4x32 16.1 and 19.5, but 64x128 8x64 30.1 and 20.4; one whose rows TMA cannot
-  // copy 64x197 12x64 142 and 180. Beside sm80/: 64x256 12x64 145 and 181; but dropout 64x128 12x64 41.9 and 36.0.
+  // copy 64x197 12x64 142 and 180, 64x227 4x32 52.8 and 61.6, but 16x255 12x32 62.7 and 53.9. Beside sm80/: 64x256
+  // 12x64 145 and 181; but dropout 64x128 12x64 41.9 and 36.0.
   int64_t most_keys_of_whole_heads(const AttnParams& p, Options kernel, int columns) const {
     const Options options = options_of(p);
     if (kernel == kPlain && is_hopper()) return columns > 64 ? (p.seqlen_q <= 512 ? 64 : 0) : columns > 32 ? 80 : 256;
     if (kernel == kPlain) return columns > 64 ? 128 : columns > 32 ? 208 : 256;
-    if (is_hopper()) return options & kOtherBiasOrOrigin ? 208 : columns > 32 ? 64 : kernel == kAnyBias ? 128 : 96;
+    if (is_hopper() && options & kOtherBiasOrOrigin) return columns > 32 ? 208 : 232;
+    if (is_hopper()) return columns > 32 ? 64 : kernel == kAnyBias ? 128 : 96;
     return options & (kScores | kBias | kOtherBiasOrOrigin) ? 256 : 96;
   }
   // The backward, beside sm80/ and the faster ones of sm90/: 64x197 12x32 87.8, 174 and 101; 64x256 8x32 68.4, 132 and
@@ -382,19 +326,36 @@ class Chooser {
     const auto plan = sm90::ShortForwardPlan::of(p, compiled_tile(kernel.tiles), gpu_.multiprocessors);
     return has_room(plan.shared_bytes(kernel.head_dims.qk), plan.blocks(p)) ? row : TableRow{};
   }
-  // Tiles of 128 queries and keys in place of 192 and 80, if fewer of their products are empty: 32x256 16x128 46.1
-  // beside 57.1, 64x128 37.9 and 42.1, 32x96 19.0 and 22.7; but 16x192 25.2 and 17.9, 64x80 12x128 26.7 and 23.1.
-  TableRow brief_forward_row(const AttnParams& p, KernelCall call) const {
-    constexpr int64_t kMostKeys = 256, kNarrowColumns = 96;  // which have a class of their own
-    if (call.options != kPlain || call.is_invariant || !may_run_short_kernels(p)) return {};
-    if (p.seqlen_k > kMostKeys || std::max(p.head_dim, p.head_dim_v) <= kNarrowColumns) return {};
-    const TableRow plain = hoppers<Stage::kSm90Forward>(call);
-    call.options = kBrief;
-    const TableRow brief = hoppers<Stage::kSm90Forward>(call);
-    const auto products = [&p](const TableRow& row) {
-      return sm90::padded_products(p, compiled_tile(table_row<Stage::kSm90Forward>(row).tiles));
-    };
-    return brief && 4 * products(brief) <= 3 * products(plain) ? brief : TableRow{};
+  // The row of a forward in tiles. A plain one on Hopper has tiles of 128 queries in place of 192:
+  // - kBrief, of 128 keys in place of 80, if fewer of their products are empty: 32x256 16x128 46.1 beside 57.1, 64x128
+  //   37.9 and 42.1, 8x256:4096 110 and 133; but 16x192 25.2 and 17.9, 64x80 12x128 26.7 and 23.1, 8x128:4096 73.5 and
+  //   73.0.
+  // - kFewTiles, which have the bits of the others, so that the batch size may decide, if they leave less of the GPU
+  //   idle. A row takes them 1.25 times as long: 2x1024:512 16x64 16.4 and 19.0, 1x1500 20x64 37.2 and 43.2, 20x128
+  //   45.1 and 57.6; but 16x512 12x64 42.9 and 41.1.
+  TableRow tiled_forward_row(const AttnParams& p, const KernelCall& call) const {
+    constexpr int64_t kFewKeys = 256, kFewQueries = 128;
+    const TableRow plain = forward_row(call);
+    if (call.options != kPlain || call.is_invariant || p.is_varlen() || !is_hopper()) return plain;
+    if (p.seqlen_k <= kFewKeys || p.seqlen_q > kFewQueries) {
+      const TableRow brief = may_run_short_kernels(p) ? of_same_class(plain, call, kBrief) : TableRow{};
+      const auto products = [&p](const auto& tile) { return sm90::padded_products(p, tile); };
+      if (brief && 4 * products(forward_tile(brief)) <= 3 * products(forward_tile(plain))) return brief;
+    }
+    const TableRow few = of_same_class(plain, call, kFewTiles);
+    const auto rows = [&](const auto& tile) { return sm90::busiest_rows(p, tile, gpu_.multiprocessors); };
+    return few && 5 * rows(forward_tile(few)) < 4 * rows(forward_tile(plain)) ? few : plain;
+  }
+  // The row for the same head dims as `plain`, if it is one of Hopper's forwards.
+  TableRow of_same_class(const TableRow& plain, KernelCall call, Options options) const {
+    if (plain.stage != Stage::kSm90Forward) return {};
+    call.options = options;
+    const auto& dims = table_row<Stage::kSm90Forward>(plain).head_dims;
+    const TableRow row = first<Stage::kSm90Forward>(call);
+    return row && table_row<Stage::kSm90Forward>(row).head_dims == dims ? row : TableRow{};
+  }
+  static sm90::ForwardTile forward_tile(const TableRow& row) {
+    return compiled_tile(table_row<Stage::kSm90Forward>(row).tiles);
   }
   TableRow heads_forward_row(const AttnParams& p, const KernelCall& call) const {
     const TableRow row = first<Stage::kSm80HeadsForward>(sm80::heads_call(p, call, 128));

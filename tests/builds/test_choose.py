@@ -74,9 +74,10 @@ int main() {
     const Gpu gpu{static_cast<int>(number("processors", 132)), static_cast<int>(number("shared", 227)) * 1024};
     const Chooser chooser(number("sm80", 0) ? Family::kEveryGpu : Family::kHopper, gpu);
     const Choice choice = op == "decode" ? chooser.decode(p) : op == "backward" ? chooser.backward(g) : chooser.forward(p);
-    const bool is_brief =
-        choice.row.stage == Stage::kSm90Forward && table_row<Stage::kSm90Forward>(choice.row).options == kBrief;
-    std::printf("%s %s%s %s %d\n", kWays[int(choice.way)], kStages[int(choice.row.stage)], is_brief ? "Brief" : "",
+    const Options tile =
+        choice.row.stage == Stage::kSm90Forward ? table_row<Stage::kSm90Forward>(choice.row).options : kPlain;
+    std::printf("%s %s%s %s %d\n", kWays[int(choice.way)], kStages[int(choice.row.stage)],
+                tile == kBrief ? "Brief" : tile == kFewTiles ? "FewTiles" : "",
                 kInputs[int(choice.inputs)], int(choice.transposes));
   }
 }
@@ -84,7 +85,7 @@ int main() {
 
 # A call, and its way, the array of its row, what happens to inputs before, and whether its kernel transposes values.
 CALLS = {
-    "forward Sq=4096 Sk=4096": "tiles kSm90Forward aligned 0",
+    "forward Sq=4096 Sk=4096": "tiles kSm90ForwardFewTiles aligned 0",
     "forward Sq=4096 Sk=4096 sm80=1": "tiles kSm80Forward aligned 0",
     "forward Sq=4096 Sk=4096 type=fp32": "tiles kSm80Forward aligned 0",
     "forward Sq=4096 Sk=4096 D=512 mask=1": "tiles kSm80Forward aligned 0",
@@ -106,13 +107,13 @@ CALLS = {
     "forward Sq=128 Sk=128 D=64": "tiles kSm90ShortForward aligned 0",
     "forward Sq=80 Sk=80 D=64 causal=1": "tiles kSm80HeadsForward aligned 0",
     "forward Sq=256 Sk=256 D=64": "tiles kSm90ShortForward aligned 0",
-    "forward Sq=257 Sk=257 D=64 causal=1": "tiles kSm90Forward aligned 0",
+    "forward Sq=257 Sk=257 D=64 causal=1": "tiles kSm90ForwardFewTiles aligned 0",
     "forward Sq=208 Sk=208 D=64 sm80=1": "tiles kSm80HeadsForward aligned 0",
     "forward Sq=209 Sk=209 D=64 sm80=1": "tiles kSm80Forward aligned 0",
     "forward Sq=257 Sk=257 D=64 sm80=1": "tiles kSm80Forward aligned 0",
     "forward Sq=256 Sk=256 D=32": "tiles kSm80HeadsForward aligned 0",
     "forward Sq=64 Sk=64": "tiles kSm80HeadsForward aligned 0",
-    "forward Sq=4096 Sk=64": "tiles kSm90Forward aligned 0",
+    "forward Sq=4096 Sk=64": "tiles kSm90ForwardFewTiles aligned 0",
     "forward Sq=65 Sk=65": "tiles kSm90Forward aligned 0",
     "forward Sq=65 Sk=65 sm80=1": "tiles kSm80HeadsForward aligned 0",
     "forward Sq=64 Sk=64 D=129": "tiles kSm90Forward aligned 0",
@@ -123,12 +124,26 @@ CALLS = {
     "forward Sq=96 Sk=96 softcap=30 D=32": "tiles kSm80HeadsForward aligned 0",
     "forward Sq=256 Sk=256 softcap=30 D=64 sm80=1": "tiles kSm80HeadsForward aligned 0",
     # Tiles of 128 rows and keys, where they leave less empty.
+    # Smaller tiles: where they have fewer empty products, or leave less of the GPU idle.
+    "forward B=8 Hk=16 Sq=256 Sk=4096": "tiles kSm90ForwardBrief aligned 0",
+    "forward B=8 Hk=16 Sq=256 Sk=4096 deterministic=1": "tiles kSm90ForwardFewTiles aligned 0",
+    "forward B=8 Hk=16 Sq=128 Sk=4096": "tiles kSm90Forward aligned 0",
+    "forward B=2 Hk=16 Sq=1024 Sk=512 D=64": "tiles kSm90ForwardFewTiles aligned 0",
+    "forward B=1 Hk=20 Sq=1500 Sk=1500 D=40": "tiles kSm90ForwardFewTiles aligned 0",
+    "forward B=1 Hk=20 Sq=1500 Sk=1500": "tiles kSm90ForwardFewTiles aligned 0",
+    "forward B=1 Hk=20 Sq=1500 Sk=1500 processors=114": "tiles kSm90Forward aligned 0",
+    "forward B=1 Hk=20 Sq=1500 Sk=1500 D=80": "tiles kSm90Forward aligned 0",
+    "forward B=1 Hk=20 Sq=1500 Sk=1500 softcap=30": "tiles kSm90Forward aligned 0",
+    "forward B=1 Hk=20 Sq=1500 Sk=1500 invariant=1": "tiles kSm90Invariant aligned 0",
+    "forward B=16 Hk=12 Sq=512 Sk=512 D=64": "tiles kSm90Forward aligned 0",
+    "forward B=4 Hk=8 Sq=1024 Sk=1024 D=64 causal=1": "tiles kSm90ForwardFewTiles aligned 0",
+    "forward B=8 Hk=16 Sq=1024 Sk=1024 causal=1": "tiles kSm90Forward aligned 0",
     "forward Sq=256 Sk=256": "tiles kSm90ForwardBrief aligned 0",
     "forward Sq=128 Sk=128 causal=1 D=112": "tiles kSm90ForwardBrief aligned 0",
-    "forward Sq=192 Sk=192": "tiles kSm90Forward aligned 0",
-    "forward Sq=256 Sk=257": "tiles kSm90Forward aligned 0",
+    "forward Sq=192 Sk=192": "tiles kSm90ForwardFewTiles aligned 0",
+    "forward Sq=256 Sk=257": "tiles kSm90ForwardFewTiles aligned 0",
     "forward Sq=256 Sk=256 D=96": "tiles kSm90Forward aligned 0",
-    "forward Sq=256 Sk=256 deterministic=1": "tiles kSm90Forward aligned 0",
+    "forward Sq=256 Sk=256 deterministic=1": "tiles kSm90ForwardFewTiles aligned 0",
     "forward Sq=64 Sk=64 invariant=1": "tiles kSm90Invariant aligned 0",
     "forward Sq=64 Sk=64 type=fp32": "tiles kSm80Forward aligned 0",
     "forward Sq=208 Sk=208 D=64 sm80=1 shared=48": "tiles kSm80Forward aligned 0",
@@ -143,7 +158,7 @@ CALLS = {
     "forward Sq=64 Sk=4096 Hq=4": "pack_gqa kSm90PackGqa aligned 0",
     "forward Sq=64 Sk=2048 Hq=4": "tiles kSm90Forward aligned 0",
     "forward Sq=128 Sk=1000000 Hq=4": "pack_gqa kSm90PackGqa aligned 0",
-    "forward Sq=129 Sk=1000000 Hq=4": "tiles kSm90Forward aligned 0",
+    "forward Sq=129 Sk=1000000 Hq=4": "tiles kSm90ForwardFewTiles aligned 0",
     "forward Sq=1 Sk=4096 invariant=1": "chunks kSm90Invariant aligned 0",
     "forward Sq=33 Sk=4096 invariant=1": "tiles kSm90Invariant aligned 0",
     "forward Sq=1 Sk=4096 D=512 type=fp32 shared=99": "tiles kSm80Forward aligned 0",
@@ -199,6 +214,8 @@ CALLS = {
     "forward Sq=136 Sk=136 D=32 bias=1": "tiles kSm90Forward aligned 0",
     "forward Sq=197 Sk=197 D=64 bias=1": "tiles kSm80HeadsForward aligned 0",
     "forward Sq=197 Sk=197 D=64 bias=1 deterministic=1": "tiles kSm90Forward aligned 0",
+    "forward Sq=232 Sk=232 D=32 bias=32": "tiles kSm80HeadsForward aligned 0",
+    "forward Sq=233 Sk=233 D=32 bias=32": "tiles kSm90Forward aligned 0",
     "backward Sq=16 Sk=4096": "few_queries_backward kFewQueriesBackward aligned 0",
     "backward Sq=17 Sk=4096": "few_queries_backward kSm90FewQueriesBackward aligned 0",
     "backward Sq=64 Sk=4096 sm80=1 shared=99": "tiles kSm80Backward aligned 0",

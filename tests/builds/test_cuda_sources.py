@@ -91,7 +91,8 @@ int main() {
             run_if_served<Stage::kSm90PackGqa>(call);        // others run the kernels of decode/
             run_if_served<Stage::kSm80HeadsForward>(call);  // more keys run the rows above
             run_if_served<Stage::kSm90ShortForward>(call);
-            if (options == kPlain) run_if_served<Stage::kSm90Forward>({type, qk, v, kBrief});  // few keys
+            if (options == kPlain) run_if_served<Stage::kSm90Forward>({type, qk, v, kBrief});
+            if (options == kPlain) run_if_served<Stage::kSm90Forward>({type, qk, v, kFewTiles});
             if (largest) continue;
             run(every.backward_row(call)), run(hopper.backward_row(call));
             const TableRow row = hopper.backward_row(call);

@@ -210,6 +210,8 @@ inline constexpr KernelRow<sm90::ForwardTile> kSm90Forward[] = {
     // 717 / 645; 2 x 128: 696 / 629; 2 x 160: 699 / 626
     {k16Bit, 128,        kPlain,     kHopper, 0,         {{3, 80, 3}, {2, 128, 3}, {2, 160, 2}}},
     {k16Bit, 128,        kBrief,     kHopper, 0,         {{2, 128, 3}}},  // figures: choose.h; no other tile was timed
+    {k16Bit, 64,         kFewTiles,  kHopper, 0,         {{2, 128, 3}}},  // as many keys as the plain kernel's; figures: choose.h
+    {k16Bit, 128,        kFewTiles,  kHopper, 0,         {{2, 80, 4}}},  // as many keys as the plain kernel's; figures: choose.h
     // 700 / 645; 2 x 112: 676 / 611; 2 x 96: 667 / 609; class 160: 0.92 / 0.89 of the rate
     {k16Bit, 144,        kPlain,     kHopper, kMaySpill, {{3, 80, 2}, {2, 112, 2}, {2, 96, 2}}},
     // 743 / 695 (S = 8192); 2 x 128: 705 / 694; 2 x 112: 685 / 675

@@ -238,7 +238,7 @@ template <class Row>
 constexpr bool serves(const Row& row, const KernelCall& call) {
   return (row.types & call.type) && call.head_dim <= row.head_dims.qk && call.head_dim_v <= row.head_dims.v &&
          includes(row.options, call.options) &&
-         includes(call.options, static_cast<Options>(row.options & (kFp8 | kGroups | kBrief)));
+         includes(call.options, static_cast<Options>(row.options & (kFp8 | kGroups | kBrief | kFewTiles)));
 }
 
 // The number of the row that a kernel is compiled from; -1: the table does not have it.

@@ -40,6 +40,8 @@ struct ForwardPolicies<kPlain> : PlainPolicies {};
 template <>
 struct ForwardPolicies<kBrief> : PlainPolicies {};
 template <>
+struct ForwardPolicies<kFewTiles> : PlainPolicies {};
+template <>
 struct ForwardPolicies<kDropout> : PlainPolicies {
   template <int kSteps>
   using Dropping = CounterDropout<kSteps>;
