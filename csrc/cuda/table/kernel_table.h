@@ -44,8 +44,8 @@ inline constexpr KernelRow<sm80::ForwardTile> kSm80Forward[] = {
     {k16Bit, 192, kPlain,     kOtherGpus, kMaySpill, {{4, 1, 64, 2}, {4, 1, 32, 2}, {8, 1, 32, 1}}},
     // 337 / 328; 4 x 1, 32 keys: 298 / 293; 8 x 1, 32 keys: 269 / 262
     {k16Bit, 256, kPlain,     kOtherGpus, kMaySpill, {{4, 1, 64, 2}, {4, 1, 32, 2}, {8, 1, 32, 1}}},
-    // 246 / 237; 4 x 2, 32 keys: 174 / 174; 8 x 1, 64 keys: 225 / 216
-    {k16Bit, 64,  kDropout,   kOtherGpus, 8,         {{4, 2, 64, 2}, {4, 2, 32, 2}, {8, 1, 64, 2}}},
+    // 255 / 247; of two thread blocks 240 / 232, with 128 keys 250 / 238; 4 x 1, four thread blocks: 232 / 225
+    {k16Bit, 64,  kDropout,   kOtherGpus, 52,        {{4, 2, 64, 3}, {4, 2, 128, 2}, {4, 1, 64, 4}}},
     // 2 stages: 273 / 271; 4 x 2, 32 keys: 215 / 213; 8 x 1, 64 keys: 213 / 204
     {k16Bit, 96,  kDropout,   kOtherGpus, kMaySpill, {{4, 2, 64, 2}, {4, 2, 64, 2, 2}, {8, 1, 64, 1}}},
     // 264 / 251; 4 x 2, 32 keys: 264 / 249; 8 x 1, 64 keys: 183 / 177
@@ -62,8 +62,8 @@ inline constexpr KernelRow<sm80::ForwardTile> kSm80Forward[] = {
     {k16Bit, 128, kMasks,     kOtherGpus, kMaySpill, {{4, 2, 64, 2}, {4, 2, 32, 2}, {8, 1, 64, 1}}},
     // 344 / 245; 4 x 1, 32 keys: 272 / 207; 8 x 1, 32 keys: 252 / 183
     {k16Bit, 256, kMasks,     kEveryGpu,  kMaySpill, {{4, 1, 64, 2}, {4, 1, 32, 2}, {8, 1, 32, 1}}},
-    {k16Bit, 64,  kScores,    kOtherGpus, kMaySpill, {{4, 2, 64, 2}}},  // the tile of the row with dropout; no other was timed
-    {k16Bit, 128, kScores,    kOtherGpus, kMaySpill, {{4, 2, 64, 2}}},  // the tile of the row with dropout; no other was timed
+    {k16Bit, 64,  kScores,    kOtherGpus, kMaySpill, {{4, 1, 64, 4}, {4, 2, 64, 2}, {4, 2, 128, 2}}},  // softcap 237 / 234; 4 x 2: 212 / 206, with 128 keys 232 / 224
+    {k16Bit, 128, kScores,    kOtherGpus, kMaySpill, {{4, 2, 64, 2}, {4, 1, 64, 2}, {4, 1, 32, 3}}},  // softcap 270 / 263; 4 x 1: 246 / 246, 32 keys 245 / 245
     // 148 / 108; 4 x 2, 32 keys: 115 / 88; 8 x 1, 64 keys: 157 / 115
     {k16Bit, 64,  kGeneral,   kEveryGpu,  kMaySpill, {{4, 2, 64, 2}, {4, 2, 32, 2}, {8, 1, 64, 2}}},
     {k16Bit, 128, kGeneral,   kEveryGpu,  kMaySpill, {{4, 2, 32, 2}}},  // 64 keys spill
