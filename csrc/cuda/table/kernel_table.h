@@ -322,12 +322,10 @@ inline constexpr KernelRow<sm90::BackwardTile> kSm90Backward[] = {
     {k16Bit, 96,         kPlain,     kHopper, 0,         {{128, 64, 3, 1, kApartOnce}, {128, 64, 3, 1, kApart}, {128, 64, 3, 1}}},
     // dq apart: 644 / 575; both warpgroups in step, dq in between: 599 / 545
     {k16Bit, 128,        kPlain,     kHopper, 0,         {{128, 64, 3, 1, kApart}, {128, 64, 3, 1}, {128, 64, 2, 1, kApart}}},
-    // 518 / 502; 64 keys: 427 / 390; 64 keys, 3 stages: 450 / 409; class 160: 1.06 / 1.02 times the rate
-    {k16Bit, 144,        kPlain,     kHopper, kMaySpill, {{128, 64, 2, 1}, {64, 64, 2, 1}, {64, 64, 3, 1}}},
+    // 1.55 / 1.52 times the rate of class 192, and at D = 144 1.06 / 1.02 times that of a class 144; ping-pong spills 400 bytes (C7512)
+    {k16Bit, 160,        kPlain,     kHopper, 0,         {{128, 64, 2, 1, kThreePhases}}},
     // 606 / 541; 64 keys: 432 / 410; 64 keys, 3 stages: 428 / 407
     {k16Bit, {192, 128}, kPlain,     kHopper, 0,         {{128, 64, 2, 1, kThreePhases}, {64, 64, 2, 1}, {64, 64, 3, 1}}},
-    // 1.55 / 1.52 times the rate of class 192; ping-pong spills 400 bytes (C7512)
-    {k16Bit, 160,        kPlain,     kHopper, 0,         {{128, 64, 2, 1, kThreePhases}}},
     // 474 / 428; 3 stages: 468 / 441; 2 stages of keys: 467 / 443
     {k16Bit, 192,        kPlain,     kHopper, kMaySpill, {{64, 64, 2, 1}, {64, 64, 3, 1}, {64, 64, 2, 2}}},
     // in pairs: 585 / 583 (S = 16384); 64 x 64: 525 / 522
