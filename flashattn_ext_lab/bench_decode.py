@@ -74,7 +74,7 @@ def cases(device: torch.device, quick: bool) -> list[Case]:
     return rows
 
 
-def few_rows_cases(device: torch.device, quick: bool) -> list[Case]:
+def few_queries_cases(device: torch.device, quick: bool) -> list[Case]:
     if quick:
         return [Case(2, 600, 8, 2, 64, Sq=rows) for rows in (1, 4)]
     long, batch = Case(1, 65536, 32, 8, 128), Case(8, 16384, 32, 8, 128)
@@ -126,7 +126,7 @@ def measure(*, quick: bool) -> dict[str, Any]:
         "device": device.type,
         "memory_bytes_per_s": rate,
         "rows": [_measure_case(case, bench, rate) for case in cases(device, quick)],
-        "few_rows": [_measure_few_rows(case, bench) for case in few_rows_cases(device, quick)],
+        "few_queries": [_measure_few_queries(case, bench) for case in few_queries_cases(device, quick)],
     }
 
 
@@ -142,7 +142,7 @@ def _measure_case(case: Case, bench: Bench, rate: float) -> dict[str, Any]:
     }
 
 
-def _measure_few_rows(case: Case, bench: Bench) -> dict[str, Any]:
+def _measure_few_queries(case: Case, bench: Bench) -> dict[str, Any]:
     """Gradients read keys and values and write dk and dv."""
     cached = partial(flashattn_ext.flash_attn_with_kvcache, cache_seqlens=_lengths(case, bench.device))
     forwards = {"forward": flashattn_ext.forward, "with a cache": cached, SDPA: _torch_attention}
@@ -220,6 +220,6 @@ def show(results: dict[str, Any], *, markdown: bool) -> None:
         **fields({"of memory rate": "of_memory_rate", "spread": "spread"}, ".0%"),
     }
     print_rows(about, columns, results["rows"], markdown=markdown)
-    few_rows = results["few_rows"]
-    columns = SHAPE | parts("bytes_per_s", few_rows[0]["bytes_per_s"], ".1f", scale=1e-9)
-    print_rows("few queries without a cache", columns, few_rows, markdown=markdown)
+    few_queries = results["few_queries"]
+    columns = SHAPE | parts("bytes_per_s", few_queries[0]["bytes_per_s"], ".1f", scale=1e-9)
+    print_rows("few queries without a cache", columns, few_queries, markdown=markdown)

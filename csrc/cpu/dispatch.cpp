@@ -27,7 +27,7 @@ void decode(const DecodeParams& p) { cpu_kernels(p.dtype).decode(p); }
 // dropout nor a relative bias, write no `centres`, and compute all keys that a Mask hides.
 bool runs_few_queries(const AttnParams& p) {
   if (p.has_mask() || p.has_dropout() || p.relative_bias || p.centres.data) return false;
-  // invariant_decode.h does not divide keys among workers. The choice does not change the bits of an invariant call.
+  // An invariant call does not divide keys among workers. The choice does not change the bits of an invariant call.
   if (p.invariant && p.batch * p.heads_k < workers_of(p)) return false;
   const DecodeParams call = cached_call(p);
   const int64_t lanes = cpu_kernels(p.dtype).float_lanes;

@@ -1,6 +1,6 @@
-// Which sequences decode.h computes, or in invariant calls invariant_decode.h. They read keys once for all query
-// heads of a KV head, and decode.h divides the keys among workers (split-KV). forward.h computes the other sequences:
-// it fills the lanes of its vectors with queries, of which a few would leave most lanes idle.
+// Which sequences decode.h computes. It reads keys once for all query heads of a KV head and, except in invariant
+// calls, divides the keys among workers (split-KV). forward.h computes the other sequences: it fills the lanes of its
+// vectors with queries, of which a few would leave most lanes idle.
 #pragma once
 
 #include "backend/key_locator.h"
@@ -13,7 +13,7 @@ namespace flashattn_ext {
 FLASHATTN_HOST_DEVICE bool has_few_queries(const DecodeParams& p, int64_t b, int64_t lanes) {
   constexpr int64_t kMostQueries = 16;
   const int64_t queries = query_sequence(p, b).length;
-  // invariant_decode.h does not implement biases.
+  // invariant_sums.h does not implement biases.
   if (queries > kMostQueries || p.heads_k == 0 || (p.invariant && p.has_bias())) return false;
   if (!p.splits_alone) return true;
   // A forward without a cache. The splits, and in invariant calls a work item, have fixed costs; slopes are added one

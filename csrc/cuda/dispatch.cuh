@@ -21,12 +21,7 @@
 #include "cuda/decode/prefill/prefill.h"
 #include "cuda/decode/split/decode.h"
 #include "cuda/host/launch.cuh"
-#include "cuda/passes/aligned_rows.h"
-#include "cuda/passes/dropout_mask.h"
-#include "cuda/passes/mask_extremes.h"
-#include "cuda/passes/max_logits.h"
-#include "cuda/passes/unowned_rows.h"
-#include "cuda/passes/widened_inputs.h"
+#include "cuda/passes/passes.h"
 #include "cuda/table/stages.h"
 
 namespace flashattn_ext {

@@ -237,10 +237,10 @@ def test_bench_decode_quick(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert main(["bench", "decode", "--quick", "--markdown", "--json", str(tmp_path / "bench.json")]) == 0
     results = json.loads((tmp_path / "bench.json").read_text())
     rows = capsys.readouterr().out.count("\n| ") - 4  # less the headers of two tables and their rules
-    assert rows == len(results["rows"]) + len(results["few_rows"]) and len(results["rows"]) == 3
+    assert rows == len(results["rows"]) + len(results["few_queries"]) and len(results["rows"]) == 3
     assert results["memory_bytes_per_s"] > 0 and all(row["bytes_per_s"]["ours"] > 0 for row in results["rows"])
     assert ["torch sdpa" in row["bytes_per_s"] for row in results["rows"]] == [True, False, False]
-    for row in results["few_rows"]:
+    for row in results["few_queries"]:
         assert {*row["bytes_per_s"]} >= {"forward", "with a cache", "torch sdpa", "backward", "torch sdpa backward"}
         assert all(rate > 0 for rate in row["bytes_per_s"].values())
 

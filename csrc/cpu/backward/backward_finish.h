@@ -19,7 +19,7 @@ inline void finish_sink(const AttnGradParams& p, const BackwardWorkspace<In, Op>
   double sum = 0;
   for (int64_t b = 0; has_weight && b < p.batch; ++b) {
     const Sequence queries = query_sequence(p, b);
-    const Real* delta = workspace.delta + h * workspace.rows + workspace.first_row(p, b, queries);
+    const Real* delta = workspace.delta_of(p, b, h);
     for (int64_t i = 0; i < queries.length; ++i) {
       sum -= weight_of_sink(p, b, h, queries.start + i, sink) * static_cast<double>(delta[i]);
     }
@@ -38,7 +38,7 @@ inline void finish_biases(const AttnGradParams& p, const BackwardWorkspace<In, O
   double below = 0, above = 0;
   for (int64_t b = 0; b < p.batch; ++b) {
     const Sequence queries = query_sequence(p, b);
-    const Real* delta = workspace.delta + h * workspace.rows + workspace.first_row(p, b, queries);
+    const Real* delta = workspace.delta_of(p, b, h);
     double slope = 0;
     for (int64_t i = 0; i < queries.length; ++i) {
       const int64_t row = queries.start + i;

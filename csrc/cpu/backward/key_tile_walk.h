@@ -66,20 +66,108 @@ class KeyRowsOperand {
   Panels<Op> panels_{};
 };
 
-// A worker's state of one key tile. Kernel derives from it and has
-// query_tile(const HeadMask& mask, int64_t h, int64_t number), for query tile `number` of query head h.
-template <class Kernel, class Params, class In, class Op, class Rule>
-class KeyTileWalk {
- protected:
+// One input of a query tile, of `columns` elements: as a B operand along its columns (transposed) and along its rows.
+template <class In, class Op>
+class QueryRowsOperand {
+  using Unit = typename Op::Unit;
+
+ public:
+  QueryRowsOperand(const AttnParams& p, const TileSize& size, int64_t columns, bool wanted, ScratchCarver* carve)
+      : columns_(columns),
+        units_(padded_units<Op>(columns)),
+        staged_(carve->take<Unit>(wanted ? size.queries * units_ : 0)),
+        panels_memory_(carve->take<Unit>(wanted ? row_panel_units<Op>(size.queries, units_) : 0)),
+        transposed_memory_(carve->take<Unit>(wanted ? size.queries * units_ : 0)),
+        isolated_(wanted && p.has_mask(), size.queries, units_, carve) {}
+
+  // isolates: leave non-finite rows out of `panels` (isolated_rows.h).
+  void load(const In* from, int64_t stride, int64_t rows, int64_t lane_count, bool isolates) {
+    StagedRows<Op> staged = stage_rows<Op>(from, stride, rows, columns_, staged_);
+    transposed = transposed_panels<Op>(transposed_memory_, staged, rows, lane_count, units_);
+    if (isolates) staged = isolated_.find(from, stride, rows, columns_, staged);
+    panels = row_panels<Op>(staged, rows, units_, panels_memory_);
+  }
+  // to += weights * rows, [keys][row of the operand]; `weights` are [keys][queries] in the form PanelForms::queries.
+  void add_product(const typename Op::Real* weights, typename Op::Real* to, int64_t queries, int64_t keys,
+                   const PanelMask<Op>& mask, bool isolates) const {
+    const int64_t stride = units_ * Op::kPack;
+    const Gemm<Op> product{reinterpret_cast<const Unit*>(weights), queries, panels, to, stride};
+    gemm<Order::kRowMajor, Init::kAccumulate>(product, {0, keys}, {0, stride}, RowsOfKeys<Op>{mask});
+    if (!isolates) return;
+    isolated_.add(to, stride, KeysSeen{mask.limits(), keys},
+                  [&](int64_t key, int64_t row) { return PanelForms<Op>::of_query(weights, queries, key, row); });
+  }
+
+  Panels<Op> transposed{}, panels{};
+
+ private:
+  int64_t columns_, units_;
+  Unit *staged_, *panels_memory_, *transposed_memory_;
+  IsolatedRows<In, Op> isolated_;
+};
+
+// The scratch that both kernels have.
+template <class In, class Op>
+struct KeyTileScratch {
   using Real = typename Op::Real;
 
-  KeyTileWalk(const Params& params, const BackwardWorkspace<In, Op>& call_workspace)
-      : p(params), workspace(call_workspace), size(workspace.size), rule(Rule::of(params)) {
+  KeyTileScratch(const AttnGradParams& p, const TileSize& size, ScratchCarver* carve)
+      : units(padded_units<Op>(p.head_dim)),
+        units_v(padded_units<Op>(p.head_dim_v)),
+        columns(units * Op::kPack),
+        columns_v(units_v * Op::kPack),
+        k(p, size, units, true, carve),
+        v(carve->take<typename Op::Unit>(product_row_units<Op>(size.keys, units_v))),
+        q(p, size, p.head_dim, true, carve),
+        dout(p, size, p.head_dim_v, true, carve),
+        tile(p, size, carve),
+        gradients(p, size, carve),
+        dk(carve->take<Real>(size.keys * columns)),
+        dv(carve->take<Real>(size.keys * columns_v)) {}
+
+  int64_t units, units_v;      // units of a padded row of q and k, and of v and dout
+  int64_t columns, columns_v;  // their elements
+  KeyRowsOperand<In, Op> k;
+  typename Op::Unit* v;  // staged rows (pack.h)
+  QueryRowsOperand<In, Op> q, dout;
+  ScoreTile<Op> tile;
+  GradientTile<Op> gradients;
+  Real *dk, *dv;  // [keys][columns], [keys][columns_v]
+};
+
+// A worker's state of one key tile. Kernel derives from it and has
+//   load_keys(hk)                   the rows of KV head hk
+//   load_rows(h, place, lane_count) those of query head h
+//   score_panel(...)                the products of the queries `lanes` of a query tile, and dS
+//   query_gradient(...)             what the tile adds to dq
+// Scratch: a KeyTileScratch and what else the kernel needs.
+template <class Kernel, class Params, class Scratch, class Workspace, class In, class Op, class Rule>
+class KeyTileWalk {
+  using Real = typename Op::Real;
+  using Unit = typename Op::Unit;
+
+ public:
+  KeyTileWalk(const Params& params, const Workspace& call_workspace, void* base)
+      : p(params), workspace(call_workspace), size(workspace.size), rule(Rule::of(params)), scratch(params, base) {
     if (p.has_dropout()) {
       philox = philox_key(static_cast<uint64_t>(p.rng_state[0]), static_cast<uint64_t>(p.rng_state[1]));
     }
   }
 
+  // Processes one key tile of one KV head.
+  void run(const WorkItem& item) {
+    const int64_t hk = item.head;
+    begin(item);
+    kernel().load_keys(hk);
+    std::memset(scratch.dk, 0, key_count * scratch.columns * sizeof(Real));
+    std::memset(scratch.dv, 0, key_count * scratch.columns_v * sizeof(Real));
+    for (int64_t h = hk * p.group_size(); h < (hk + 1) * p.group_size(); ++h) walk(h, item.tile_of_call);
+    const Real inverse_keep = static_cast<Real>(1.0 / keep_probability(p.dropout_threshold));
+    write_key_rows(p.dk, hk, scratch.dk, scratch.columns, p.head_dim, Real(1));
+    write_key_rows(p.dv, hk, scratch.dv, scratch.columns_v, p.head_dim_v, inverse_keep);
+  }
+
+ protected:
   void begin(const WorkItem& item) {
     batch = item.batch;
     queries = query_sequence(p, batch);
@@ -91,7 +179,8 @@ class KeyTileWalk {
 
   // All query tiles of query head h that see the key tile. tile_of_call: the key tile, counted through all batch
   // entries.
-  void walk(BiasGradient<Op>& bias_gradient, int64_t h, int64_t tile_of_call) {
+  void walk(int64_t h, int64_t tile_of_call) {
+    BiasGradient<Op>& bias_gradient = scratch.gradients.biases;
     const HeadMask mask(p, batch, h, queries, KeyLocator(p, batch));
     if constexpr (kIsGeneral<Rule>) {
       bias = HeadBias<Real>::of(p, batch, h);
@@ -107,12 +196,60 @@ class KeyTileWalk {
       if (m == end) break;
       const IndexRange rows{m * size.queries, lesser((m + 1) * size.queries, queries.length)};
       if (mask.sees_tile(size.keys, rows, key_tile)) {
-        static_cast<Kernel*>(this)->query_tile(mask, h, m);
+        query_tile(mask, h, m);
       } else if constexpr (kIsGeneral<Rule>) {
         bias_gradient.skip_tile(rows.begin, key0, workspace.bias_turns);
       }
     }
     if constexpr (kIsGeneral<Rule>) bias_gradient.end_head(tile_of_call, key0, key_count, workspace.bias_turns);
+  }
+
+  // Query tile `number` of query head h.
+  void query_tile(const HeadMask& head_mask, int64_t h, int64_t number) {
+    const int64_t row0 = number * size.queries, rows = lesser(size.queries, queries.length - row0);
+    BiasGradient<Op>& bias_gradient = scratch.gradients.biases;
+    const bool pads = kIsGeneral<Rule> && bias_gradient.any();
+    const PanelMask<Op> mask(head_mask, row0, rows, key0, key_count, pads, scratch.tile.limits);
+    const int64_t lane_count = round_up(rows, Op::S::kWidth);
+    const TilePlace place{row0, rows, key0, key_count, head_mask.basic.first_position()};
+    isolates = p.has_mask() && !mask.is_whole();
+    kernel().load_rows(h, place, lane_count);
+    if (p.has_dropout()) {
+      fill_keep_bits(scratch.tile.keep_bits, size.queries / kWordLanes, philox, p, batch, h, row0, rows, key0,
+                     key_count);
+    }
+    if constexpr (kIsGeneral<Rule>) scratch.tile.biases.load(bias, place);
+    for (int64_t lane = 0; lane < lane_count; lane += kPanel<Op>) {
+      kernel().score_panel(head_mask, mask, place, h, {lane, lesser(lane + kPanel<Op>, lane_count)});
+    }
+    if constexpr (kIsGeneral<Rule>) bias_gradient.end_tile(place, queries.start + row0, workspace.bias_turns);
+    kernel().key_gradients(mask);
+    add_to_dq(head_mask, h, number, rows, [&](Real* sum, int64_t stride, bool is_first) {
+      kernel().query_gradient(mask, rows, sum, stride, is_first);
+    });
+  }
+  void load_rows_of(QueryRowsOperand<In, Op>& operand, const TensorView& t, int64_t h, const TilePlace& place,
+                    int64_t lane_count) {
+    operand.load(row_of<const In>(t, batch, h, queries.start + place.row0), t.row_stride, place.rows, lane_count,
+                 isolates);
+  }
+  // dv += P^T dout, dk += dS^T q
+  void key_gradients(const PanelMask<Op>& mask) const {
+    scratch.dout.add_product(scratch.tile.scores, scratch.dv, size.queries, key_count, mask, isolates);
+    scratch.q.add_product(scratch.gradients.scores, scratch.dk, size.queries, key_count, mask, isolates);
+  }
+  // sum += weights * rows of the operand, or assigns it if is_first, for the rows of a query tile, `stride` apart.
+  void add_keys(KeyRowsOperand<In, Op>& operand, const Unit* weights, const PanelMask<Op>& mask, int64_t rows,
+                Real* sum, int64_t stride, bool is_first) {
+    const Gemm<Op> product{weights, size.queries, operand.panels(isolates), sum, stride};
+    if (is_first) {
+      gemm<Order::kKMajor, Init::kZero>(product, {0, rows}, {0, scratch.columns}, KeysOfRows<Op>{mask});
+    } else {
+      gemm<Order::kKMajor, Init::kAccumulate>(product, {0, rows}, {0, scratch.columns}, KeysOfRows<Op>{mask});
+    }
+    operand.add_isolated(sum, stride, mask, [&](int64_t row, int64_t key) {
+      return PanelForms<Op>::of_key(weights, size.queries, key, row);
+    });
   }
 
   // Whether rows [begin, end) of the sequence see no key of another tile.
@@ -166,10 +303,15 @@ class KeyTileWalk {
     }
   }
 
+  Kernel& kernel() { return static_cast<Kernel&>(*this); }
+
   const Params& p;
-  const BackwardWorkspace<In, Op>& workspace;
+  const Workspace& workspace;
   const TileSize size;
   const Rule rule;
+  Scratch scratch;
+  StagedRows<Op> v{};
+  bool isolates = false;  // isolated_rows.h: whether the current query tile needs it
   PhiloxKey philox{0, 0};
   HeadBias<Real> bias;  // the slope and biases of the current query head
   int64_t batch = 0, key_tile = 0, key0 = 0, key_count = 0;

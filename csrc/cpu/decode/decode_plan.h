@@ -1,5 +1,4 @@
-// How decoding (decode.h) divides a call into work, and the memory that it takes: the workspace of the call, and the
-// scratch of a worker.
+// How decoding (decode.h) divides a call into work, and the workspace of the call.
 #pragma once
 
 #include "cpu/decode/cache_rows.h"
@@ -9,30 +8,29 @@
 namespace flashattn_ext {
 namespace FLASHATTN_ISA {
 
-constexpr int64_t kDecodeRows = 128;  // maximum rows per block
-
 // How a call is divided into work. A tile is one split of the keys for one block of rows; a work item is a tile for
 // some adjacent KV heads.
 class DecodePlan {
  public:
   explicit DecodePlan(const DecodeParams& params) : p(params) {}
 
-  // Rows per KV head: queries times query heads per KV head; 0 for sequences that forward.h or invariant_decode.h
-  // computes.
+  int64_t most_rows() const { return p.invariant ? 64 : 128; }  // of a block
+  // Rows per KV head: queries times query heads per KV head; 0 for sequences that forward.h computes.
   int64_t rows(int64_t b) const {
-    return has_few_queries(p, b, kFloatLanes) && !p.invariant ? query_sequence(p, b).length * p.group_size() : 0;
+    return has_few_queries(p, b, kFloatLanes) ? query_sequence(p, b).length * p.group_size() : 0;
   }
-  int64_t blocks(int64_t b) const { return ceil_div(rows(b), kDecodeRows); }
-  int64_t block_rows(int64_t b) const { return lesser(rows(b), kDecodeRows); }  // rows of the largest block
-  // Number of KV splits. The choice depends only on the sequence, so that the result is bit-identical for every batch
-  // and number of threads: few enough that combining the splits and the latency of their first keys cost little, and
-  // enough for a few sequences to keep many threads busy.
+  int64_t blocks(int64_t b) const { return ceil_div(rows(b), most_rows()); }
+  int64_t block_rows(int64_t b) const { return lesser(rows(b), most_rows()); }  // rows of the largest block
+  // Number of KV splits; invariant calls have one. The choice depends only on the sequence, so that the result is
+  // bit-identical for every batch and number of threads: few enough that combining the splits and the latency of their
+  // first keys cost little, and enough for a few sequences to keep many threads busy.
   int64_t splits(int64_t b) const {
     constexpr int64_t kFewestKeys = 512, kMostKeys = 2048, kKeysOfRow = 16, kMostParts = 32;
+    if (p.invariant) return 1;
     if (p.num_splits > 0) return p.num_splits;
     const int64_t length = KeyLocator(p, b).length;
     int64_t keys = lesser(kMostKeys, greater(kFewestKeys, length / 8));
-    keys = greater(keys, kKeysOfRow * lesser(rows(b), kDecodeRows));
+    keys = greater(keys, kKeysOfRow * block_rows(b));
     return lesser(kMostParts, greater<int64_t>(1, ceil_div(length, keys)));
   }
   int64_t tiles(int64_t b) const { return blocks(b) * splits(b); }
@@ -51,6 +49,18 @@ struct PartialRows {
   Real *max, *sum, *out;
 };
 
+// Those of the KV heads of a tile, and behind them those of the next tiles.
+template <class Real>
+struct PartialHeads {
+  char* first;
+  int64_t bytes, rows, columns_v;  // of a head
+
+  PartialRows<Real> operator[](int64_t n) const {
+    ScratchCarver carve(first + n * bytes);
+    return PartialRows<Real>(rows, columns_v, &carve);
+  }
+};
+
 // The workspace of a call: rotated queries, partial results of the splits, scratch of each worker.
 template <class In, class Op>
 struct DecodeWorkspace {
@@ -60,6 +70,7 @@ struct DecodeWorkspace {
   DecodeWorkspace(const DecodeParams& params, int64_t workers, void* base)
       : DecodeWorkspace(params, workers, ScratchCarver(base)) {}
 
+  bool has_no_parts;         // in an invariant call
   int64_t block_rows;        // rows of the largest block of the call, in whole bands
   int64_t units, columns_v;  // units per padded row of q and k, elements per padded row of v
   int64_t heads;             // maximum KV heads per work item
@@ -68,23 +79,28 @@ struct DecodeWorkspace {
   char* scratch;   // the rest of the workspace, for the workers
   int64_t bytes;   // size of the workspace without scratch
 
-  // Bytes of the partial result of a block of this sequence, for one KV head.
-  int64_t partial_bytes(const DecodePlan& plan, int64_t b) const {
+  // Rows of scratch for each KV head in a work item of this sequence.
+  int64_t head_rows(const DecodePlan& plan, int64_t b) const { return padded_rows<W>(plan.block_rows(b)); }
+  // Bytes of the partial result of a block with so many rows, for one KV head. Invariant calls have none.
+  int64_t partial_bytes(int64_t rows) const {
+    if (has_no_parts) return 0;
     ScratchCarver measure(nullptr);
-    PartialRows<Real>(padded_rows<W>(plan.block_rows(b)), columns_v, &measure);
+    PartialRows<Real>(rows, columns_v, &measure);
     return measure.used();
   }
 
  private:
   DecodeWorkspace(const DecodeParams& p, int64_t workers, ScratchCarver carve)
-      : units(padded_units<Op>(p.head_dim)), columns_v(padded_units<Op>(p.head_dim_v) * Op::kPack) {
+      : has_no_parts(p.invariant),
+        units(padded_units<Op>(p.head_dim)),
+        columns_v(padded_units<Op>(p.head_dim_v) * Op::kPack) {
     const DecodePlan plan(p);
     int64_t tiles = 0, all_partials = 0;
     block_rows = 0;
     for (int64_t b = 0; b < p.batch; ++b) {
-      block_rows = greater(block_rows, padded_rows<W>(plan.block_rows(b)));
+      block_rows = greater(block_rows, head_rows(plan, b));
       tiles += plan.tiles(b);
-      all_partials += plan.tiles(b) * p.heads_k * partial_bytes(plan, b);
+      all_partials += plan.tiles(b) * p.heads_k * partial_bytes(head_rows(plan, b));
     }
     heads = heads_of_item(p, tiles, workers);
     rotated_q = carve.take<Widened<In>>(rotated_elements(p));
@@ -96,10 +112,11 @@ struct DecodeWorkspace {
   // KV heads per work item: as many adjacent heads as keep their rows in the L1 cache, while every worker still gets
   // several items. The result does not depend on this number.
   int64_t heads_of_item(const DecodeParams& p, int64_t tiles, int64_t workers) const {
-    constexpr int64_t kRows = 64, kItemsOfWorker = 4;  // at most 64 heads: Decode::compute has a 64-bit mask of heads
+    constexpr int64_t kRows = 64;  // at most 64 heads: SplitSums has a 64-bit mask of heads
+    const int64_t items_of_worker = p.invariant ? 2 : 4;
     if (p.k.head_stride > p.k.row_stride || p.v.head_stride > p.v.row_stride || block_rows == 0) return 1;
     int64_t most = lesser(p.heads_k, greater<int64_t>(1, kRows / block_rows));
-    while (most > 1 && tiles * ceil_div(p.heads_k, most) < kItemsOfWorker * workers) most = ceil_div(most, 2);
+    while (most > 1 && tiles * ceil_div(p.heads_k, most) < items_of_worker * workers) most = ceil_div(most, 2);
     return ceil_div(p.heads_k, ceil_div(p.heads_k, most));
   }
 };
@@ -110,50 +127,17 @@ class PartialCursor {
  public:
   PartialCursor(const DecodePlan& plan, const DecodeWorkspace<In, Op>& workspace) : plan_(plan), w_(workspace) {}
 
-  char* find(int64_t b, int64_t tile, int64_t head) {
+  PartialHeads<typename Op::Real> find(int64_t b, int64_t tile, int64_t head) {
     const int64_t heads = plan_.p.heads_k;
-    for (; batch_ < b; ++batch_) first_ += plan_.tiles(batch_) * heads * w_.partial_bytes(plan_, batch_);
-    return w_.partials + first_ + (tile * heads + head) * w_.partial_bytes(plan_, b);
+    for (; batch_ < b; ++batch_) first_ += plan_.tiles(batch_) * heads * w_.partial_bytes(w_.head_rows(plan_, batch_));
+    const int64_t rows = w_.head_rows(plan_, b), bytes = w_.partial_bytes(rows);
+    return {w_.partials + first_ + (tile * heads + head) * bytes, bytes, rows, w_.columns_v};
   }
 
  private:
   const DecodePlan& plan_;
   const DecodeWorkspace<In, Op>& w_;
   int64_t batch_ = 0, first_ = 0;  // a sequence, and the bytes of the partial results of those before it
-};
-
-template <class In, class Op>
-struct DecodeScratch {
-  using Real = typename Op::Real;
-  using Staged = Widened<In>;
-  using Product = RowProduct<Staged, Op>;
-  using Unit = typename Product::Unit;
-  static constexpr int W = Op::S::kWidth;
-
-  DecodeScratch(const DecodeWorkspace<In, Op>& w, void* base) : DecodeScratch(w, ScratchCarver(base)) {}
-
-  Unit* q;           // [heads][rows][units], rows of a band in the layout of place_row()
-  Unit* q_row;       // [units]
-  Real *max, *sums;  // [heads][rows][W], running values per lane; a band uses the first W of its rows
-  Real* scores;      // [heads][rows][kDecodeKeys], then weights
-  Unit* weights;     // [heads][rows][kDecodeKeys / 2]: pairs of weights, bfloat16 only
-  uint32_t* hidden;  // [heads][rows]: bit j is set if the row does not see key j of the group
-  Staged* staged_k;  // [kScoredKeys][columns]: rows padded to whole vectors, and all rows of fp8
-  Staged* staged_v;  // [kDecodeKeys][columns_v]
-  int64_t bytes;
-
- private:
-  DecodeScratch(const DecodeWorkspace<In, Op>& w, ScratchCarver carve)
-      : q(carve.template take<Unit>(w.heads * w.block_rows * w.units)),
-        q_row(carve.template take<Unit>(w.units)),
-        max(carve.template take<Real>(w.heads * w.block_rows * W)),
-        sums(carve.template take<Real>(w.heads * w.block_rows * W)),
-        scores(carve.template take<Real>(w.heads * w.block_rows * kDecodeKeys)),
-        weights(carve.template take<Unit>(Op::kPack == 2 ? w.heads * w.block_rows * kDecodeKeys / 2 : 0)),
-        hidden(carve.template take<uint32_t>(w.heads * w.block_rows)),
-        staged_k(carve.template take<Staged>(kScoredKeys * w.units * Op::kPack)),
-        staged_v(carve.template take<Staged>(kDecodeKeys * w.columns_v)),
-        bytes(carve.used()) {}
 };
 
 }  // namespace FLASHATTN_ISA

@@ -26,133 +26,52 @@ struct SecondWorkspace : BackwardWorkspace<In, Op> {
     this->bytes += round_up(p.heads_q * this->rows * static_cast<int64_t>(sizeof(Real)), 64);
   }
 
-  // The statistics of the rows of batch entry b and head h.
-  Real* delta_of(const AttnParams& p, int64_t b, int64_t h) const { return this->delta + first(p, b, h); }
-  Real* r_of(const AttnParams& p, int64_t b, int64_t h) const { return r + first(p, b, h); }
+  Real* r_of(const AttnParams& p, int64_t b, int64_t h) const { return r + this->first(p, b, h); }
 
  private:
-  int64_t first(const AttnParams& p, int64_t b, int64_t h) const {
-    return h * this->rows + this->first_row(p, b, query_sequence(p, b));
-  }
-
   Real* r;  // [Hq][rows]
 };
 
-// One input of a query tile, of `columns` elements: as a B operand along its columns (transposed) and along its rows.
 template <class In, class Op>
-class QueryRowsOperand {
-  using Unit = typename Op::Unit;
-
- public:
-  QueryRowsOperand(const AttnParams& p, const TileSize& size, int64_t columns, bool wanted, ScratchCarver* carve)
-      : columns_(columns),
-        units_(padded_units<Op>(columns)),
-        staged_(carve->take<Unit>(wanted ? size.queries * units_ : 0)),
-        panels_memory_(carve->take<Unit>(wanted ? row_panel_units<Op>(size.queries, units_) : 0)),
-        transposed_memory_(carve->take<Unit>(wanted ? size.queries * units_ : 0)),
-        isolated_(wanted && p.has_mask(), size.queries, units_, carve) {}
-
-  // isolates: leave non-finite rows out of `panels` (isolated_rows.h).
-  void load(const In* from, int64_t stride, int64_t rows, int64_t lane_count, bool isolates) {
-    StagedRows<Op> staged = stage_rows<Op>(from, stride, rows, columns_, staged_);
-    transposed = transposed_panels<Op>(transposed_memory_, staged, rows, lane_count, units_);
-    if (isolates) staged = isolated_.find(from, stride, rows, columns_, staged);
-    panels = row_panels<Op>(staged, rows, units_, panels_memory_);
-  }
-  // to += weights * rows, [keys][row of the operand]; `weights` are [keys][queries] in the form PanelForms::queries.
-  void add_product(const typename Op::Real* weights, typename Op::Real* to, int64_t queries, int64_t keys,
-                   const PanelMask<Op>& mask, bool isolates) const {
-    const int64_t stride = units_ * Op::kPack;
-    const Gemm<Op> product{reinterpret_cast<const Unit*>(weights), queries, panels, to, stride};
-    gemm<Order::kRowMajor, Init::kAccumulate>(product, {0, keys}, {0, stride}, RowsOfKeys<Op>{mask});
-    if (!isolates) return;
-    isolated_.add(to, stride, KeysSeen{mask.limits(), keys},
-                  [&](int64_t key, int64_t row) { return PanelForms<Op>::of_query(weights, queries, key, row); });
-  }
-
-  Panels<Op> transposed{}, panels{};
-
- private:
-  int64_t columns_, units_;
-  Unit *staged_, *panels_memory_, *transposed_memory_;
-  IsolatedRows<In, Op> isolated_;
-};
-
-template <class In, class Op>
-struct SecondScratch {
-  using Real = typename Op::Real;
+struct SecondScratch : KeyTileScratch<In, Op> {
   using Unit = typename Op::Unit;
 
   SecondScratch(const SecondParams& p, void* base) : SecondScratch(p, tile_size<Op>(p), ScratchCarver(base)) {}
 
-  int64_t units, units_v;      // units of a padded row of q and k, and of v and dout
-  int64_t columns, columns_v;  // their elements
-  KeyRowsOperand<In, Op> k, tk;
-  Unit *v, *tv;  // staged rows
-  QueryRowsOperand<In, Op> q, tq, dout;
-  ScoreTile<Op> tile;
+  KeyRowsOperand<In, Op> tk;
+  Unit* tv;  // staged rows
+  QueryRowsOperand<In, Op> tq;
   TangentTile<Op> tangents;
   SecondTile<Op> second;
-  Real *dk, *dv;  // [keys][columns], [keys][columns_v]
-  SecondRows<Real> rows;
+  SecondRows<typename Op::Real> rows;
   int64_t bytes;
 
  private:
   SecondScratch(const SecondParams& p, const TileSize& size, ScratchCarver carve)
-      : units(padded_units<Op>(p.head_dim)),
-        units_v(padded_units<Op>(p.head_dim_v)),
-        columns(units * Op::kPack),
-        columns_v(units_v * Op::kPack),
-        k(p, size, units, true, &carve),
-        tk(p, size, units, p.tangents.k.data, &carve),
-        v(carve.take<Unit>(product_row_units<Op>(size.keys, units_v))),
-        tv(carve.take<Unit>(p.tangents.v.data ? product_row_units<Op>(size.keys, units_v) : 0)),
-        q(p, size, p.head_dim, true, &carve),
+      : KeyTileScratch<In, Op>(p, size, &carve),
+        tk(p, size, this->units, p.tangents.k.data, &carve),
+        tv(carve.take<Unit>(p.tangents.v.data ? product_row_units<Op>(size.keys, this->units_v) : 0)),
         tq(p, size, p.head_dim, p.tangents.q.data, &carve),
-        dout(p, size, p.head_dim_v, true, &carve),
-        tile(p, size, &carve),
         tangents(p, p.tangents, size, &carve),
-        second(p, size, &carve),
-        dk(carve.take<Real>(size.keys * columns)),
-        dv(carve.take<Real>(size.keys * columns_v)),
+        second(p, size, this->gradients, &carve),
         rows(size, &carve),
         bytes(carve.used()) {}
 };
 
 template <class In, class Op, class Accuracy, class Rule>
-class Second : KeyTileWalk<Second<In, Op, Accuracy, Rule>, SecondParams, In, Op, Rule> {
-  using Walk = KeyTileWalk<Second, SecondParams, In, Op, Rule>;
+class Second : public KeyTileWalk<Second<In, Op, Accuracy, Rule>, SecondParams, SecondScratch<In, Op>,
+                                  SecondWorkspace<In, Op>, In, Op, Rule> {
+  using Walk = KeyTileWalk<Second, SecondParams, SecondScratch<In, Op>, SecondWorkspace<In, Op>, In, Op, Rule>;
   using Real = typename Op::Real;
   using Unit = typename Op::Unit;
   friend Walk;
-  using Walk::batch;
-  using Walk::bias;
-  using Walk::key0;
-  using Walk::key_count;
-  using Walk::keys;
-  using Walk::p;
-  using Walk::queries;
-  using Walk::rule;
-  using Walk::size;
+  using Walk::batch, Walk::bias, Walk::isolates, Walk::key0, Walk::key_count, Walk::keys, Walk::p, Walk::queries;
+  using Walk::rule, Walk::scratch, Walk::size, Walk::v, Walk::workspace;
 
  public:
+  // Not inherited: GCC compiles inherited constructors without the instruction set of the source.
   Second(const SecondParams& params, const SecondWorkspace<In, Op>& call_workspace, void* base)
-      : Walk(params, call_workspace), workspace(call_workspace), scratch(params, base) {}
-
-  // Processes one key tile of one KV head.
-  void run(const WorkItem& item) {
-    const int64_t hk = item.head;
-    this->begin(item);
-    load_keys(hk);
-    std::memset(scratch.dk, 0, key_count * scratch.columns * sizeof(Real));
-    std::memset(scratch.dv, 0, key_count * scratch.columns_v * sizeof(Real));
-    for (int64_t h = hk * p.group_size(); h < (hk + 1) * p.group_size(); ++h) {
-      if constexpr (kIsGeneral<Rule>) tangent_bias = HeadBias<Real>::of(p.tangents, batch, h);
-      this->walk(scratch.second.gradients.biases, h, item.tile_of_call);
-    }
-    this->write_key_rows(p.dk, hk, scratch.dk, scratch.columns, p.head_dim, Real(1));
-    this->write_key_rows(p.dv, hk, scratch.dv, scratch.columns_v, p.head_dim_v, scratch.second.inverse_keep);
-  }
+      : Walk(params, call_workspace, base) {}
 
  private:
   void load_keys(int64_t hk) {
@@ -165,54 +84,22 @@ class Second : KeyTileWalk<Second<In, Op, Accuracy, Rule>, SecondParams, In, Op,
     if (tv.data) values_tangent = stage_product_rows<Op>(at(tv), tv.row_stride, key_count, p.head_dim_v, scratch.tv);
   }
 
-  // Query tile `number` of query head h.
-  void query_tile(const HeadMask& head_mask, int64_t h, int64_t number) {
-    const int64_t row0 = number * size.queries, rows = lesser(size.queries, queries.length - row0);
-    const bool pads = kIsGeneral<Rule> && scratch.second.gradients.biases.any();
-    const PanelMask<Op> mask(head_mask, row0, rows, key0, key_count, pads, scratch.tile.limits);
-    const int64_t lane_count = round_up(rows, Op::S::kWidth);
-    isolates = p.has_mask() && !mask.is_whole();
-    load_rows(h, row0, rows, lane_count);
-    if (p.has_dropout()) {
-      fill_keep_bits(scratch.tile.keep_bits, size.queries / kWordLanes, this->philox, p, batch, h, row0, rows, key0,
-                     key_count);
-    }
-    const TilePlace place{row0, rows, key0, key_count, head_mask.basic.first_position()};
-    if constexpr (kIsGeneral<Rule>) {
-      scratch.tile.biases.load(bias, place);
-      scratch.tangents.biases.load(tangent_bias, place);
-    }
-    for (int64_t lane = 0; lane < lane_count; lane += kPanel<Op>) {
-      score_panel(head_mask, mask, place, h, {lane, lesser(lane + kPanel<Op>, lane_count)});
-    }
-    if constexpr (kIsGeneral<Rule>) {
-      scratch.second.gradients.biases.end_tile(place, queries.start + row0, workspace.bias_turns);
-    }
-    scratch.dout.add_product(scratch.tile.scores, scratch.dv, size.queries, key_count, mask, isolates);
-    scratch.q.add_product(scratch.second.gradients.scores, scratch.dk, size.queries, key_count, mask, isolates);
-    if (p.tangents.q.data) {
-      scratch.tq.add_product(scratch.tangents.scores, scratch.dk, size.queries, key_count, mask, isolates);
-    }
-    this->add_to_dq(head_mask, h, number, rows, [&](Real* sum, int64_t stride, bool is_first) {
-      query_gradient(mask, rows, sum, stride, is_first);
-    });
-  }
-
-  void load_rows(int64_t h, int64_t row0, int64_t rows, int64_t lane_count) {
-    const int64_t row = queries.start + row0;
-    const auto load = [&](QueryRowsOperand<In, Op>& operand, const TensorView& t) {
-      operand.load(row_of<const In>(t, batch, h, row), t.row_stride, rows, lane_count, isolates);
-    };
-    load(scratch.q, p.q);
-    if (p.tangents.q.data) load(scratch.tq, p.tangents.q);
-    load(scratch.dout, p.dout);
-    const Real* const r = workspace.r_of(p, batch, h) + row0;
+  void load_rows(int64_t h, const TilePlace& place, int64_t lane_count) {
+    const int64_t row = queries.start + place.row0, rows = place.rows;
+    this->load_rows_of(scratch.q, p.q, h, place, lane_count);
+    if (p.tangents.q.data) this->load_rows_of(scratch.tq, p.tangents.q, h, place, lane_count);
+    this->load_rows_of(scratch.dout, p.dout, h, place, lane_count);
+    const Real* const r = workspace.r_of(p, batch, h) + place.row0;
     const Real* const tlse = row_of<const Real>(p.tangents.lse, batch, h, row);
-    this->load_statistics(scratch.rows.known, h, row, rows, lane_count, workspace.delta_of(p, batch, h) + row0,
+    this->load_statistics(scratch.rows.known, h, row, rows, lane_count, workspace.delta_of(p, batch, h) + place.row0,
                           Real(1));
     for (int64_t i = 0; i < lane_count; ++i) {
       scratch.rows.r[i] = i < rows ? r[i] : Real(0);
       scratch.rows.tlse[i] = i < rows ? tlse[i] : Real(0);
+    }
+    if constexpr (kIsGeneral<Rule>) {
+      tangent_bias = HeadBias<Real>::of(p.tangents, batch, h);
+      scratch.tangents.biases.load(tangent_bias, place);
     }
   }
 
@@ -252,34 +139,24 @@ class Second : KeyTileWalk<Second<In, Op, Accuracy, Rule>, SecondParams, In, Op,
     }
   }
 
+  void key_gradients(const PanelMask<Op>& mask) const {
+    Walk::key_gradients(mask);
+    if (!p.tangents.q.data) return;
+    scratch.tq.add_product(scratch.tangents.scores, scratch.dk, size.queries, key_count, mask, isolates);
+  }
   // dq += F k + T tk for the rows of a query tile, whose sums are `stride` apart.
   void query_gradient(const PanelMask<Op>& mask, int64_t rows, Real* sum, int64_t stride, bool is_first) {
     constexpr bool kPairs = Op::kPack == 2;
     const SecondTile<Op>& second = scratch.second;
     const auto* const f = kPairs ? second.gradients.pairs : reinterpret_cast<const Unit*>(second.gradients.scores);
-    add_keys(scratch.k, f, mask, rows, sum, stride, is_first);
+    this->add_keys(scratch.k, f, mask, rows, sum, stride, is_first);
     if (!p.tangents.k.data) return;
     const auto* const t = kPairs ? second.tangent_pairs : reinterpret_cast<const Unit*>(scratch.tangents.scores);
-    add_keys(scratch.tk, t, mask, rows, sum, stride, false);
-  }
-  void add_keys(KeyRowsOperand<In, Op>& operand, const Unit* weights, const PanelMask<Op>& mask, int64_t rows,
-                Real* sum, int64_t stride, bool is_first) {
-    const Gemm<Op> product{weights, size.queries, operand.panels(isolates), sum, stride};
-    if (is_first) {
-      gemm<Order::kKMajor, Init::kZero>(product, {0, rows}, {0, scratch.columns}, KeysOfRows<Op>{mask});
-    } else {
-      gemm<Order::kKMajor, Init::kAccumulate>(product, {0, rows}, {0, scratch.columns}, KeysOfRows<Op>{mask});
-    }
-    operand.add_isolated(sum, stride, mask, [&](int64_t row, int64_t key) {
-      return PanelForms<Op>::of_key(weights, size.queries, key, row);
-    });
+    this->add_keys(scratch.tk, t, mask, rows, sum, stride, false);
   }
 
-  const SecondWorkspace<In, Op>& workspace;
-  SecondScratch<In, Op> scratch;
   HeadBias<Real> tangent_bias;
-  StagedRows<Op> v{}, values_tangent{};
-  bool isolates = false;  // isolated_rows.h: whether the current tile needs it
+  StagedRows<Op> values_tangent{};
 };
 
 // r = <dout, tout> of the rows of one head.

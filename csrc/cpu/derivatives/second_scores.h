@@ -21,17 +21,17 @@ struct SecondTile {
   using Real = typename Op::Real;
   using Unit = typename Op::Unit;
 
-  SecondTile(const SecondParams& p, const TileSize& size, ScratchCarver* carve)
-      : gradients(p, size, carve),
+  SecondTile(const SecondParams& p, const TileSize& size, const GradientTile<Op>& of_walk, ScratchCarver* carve)
+      : gradients(of_walk),
         value_products(carve->take<Real>(p.tangents.v.data ? size.keys * kPanel<Op> : 0)),
         tangent_pairs(carve->take<Unit>(Op::kPack == 2 && p.tangents.k.data ? size.keys / 2 * size.queries : 0)),
         has_values(p.tangents.v.data),
         softmax_scale(static_cast<Real>(p.softmax_scale)),
         inverse_keep(static_cast<Real>(1.0 / keep_probability(p.dropout_threshold))) {}
 
-  GradientTile<Op> gradients;  // dP^T, later F^T
-  Real* value_products;        // [keys][kPanel]: <dout, tv> of one panel
-  Unit* tangent_pairs;         // [keys / 2][queries]: T^T with two keys in each unit
+  const GradientTile<Op>& gradients;  // dP^T, later F^T
+  Real* value_products;               // [keys][kPanel]: <dout, tv> of one panel
+  Unit* tangent_pairs;                // [keys / 2][queries]: T^T with two keys in each unit
   bool has_values;
   Real softmax_scale, inverse_keep;
 };

@@ -37,7 +37,7 @@ int compute_capability();
 
 // A map of [batch][heads][rows][columns] whose copies are boxes of `box_rows` rows of 128 bytes, 128-byte swizzled: 64
 // columns of 16-bit elements, or 32 of fp32. They have the rows of `box_heads` heads. Pointer and strides are
-// multiples of 16 bytes, which aligned_rows.h ensures for inputs.
+// multiples of 16 bytes, which passes.h ensures for inputs.
 CUtensorMap tensor_map(const AttnParams& p, const TensorView& t, int64_t columns, int64_t rows, int64_t heads,
                        int64_t batch, int box_rows, DType type, int box_heads = 1);
 

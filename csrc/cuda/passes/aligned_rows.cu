@@ -1,6 +1,6 @@
 #include "cuda/host/call.h"
 #include "cuda/host/launch.cuh"
-#include "cuda/passes/aligned_rows.h"
+#include "cuda/passes/passes.h"
 #include "cuda/tile/tile.cuh"
 
 namespace flashattn_ext {

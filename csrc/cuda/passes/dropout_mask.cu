@@ -1,5 +1,5 @@
 #include "cuda/host/launch.cuh"
-#include "cuda/passes/dropout_mask.h"
+#include "cuda/passes/passes.h"
 #include "rules/dropout.h"
 
 namespace flashattn_ext {

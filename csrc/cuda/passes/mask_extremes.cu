@@ -1,5 +1,5 @@
 #include "cuda/host/launch.cuh"
-#include "cuda/passes/mask_extremes.h"
+#include "cuda/passes/passes.h"
 #include "rules/mask.h"
 
 namespace flashattn_ext {

@@ -1,5 +1,5 @@
 #include "cuda/host/launch.cuh"
-#include "cuda/passes/max_logits.h"
+#include "cuda/passes/passes.h"
 #include "cuda/tile/rows.cuh"
 
 namespace flashattn_ext {

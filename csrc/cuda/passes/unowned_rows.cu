@@ -1,6 +1,6 @@
 #include "cuda/host/call.h"
 #include "cuda/host/launch.cuh"
-#include "cuda/passes/unowned_rows.h"
+#include "cuda/passes/passes.h"
 #include "rules/bias.h"
 
 namespace flashattn_ext {

@@ -2,7 +2,7 @@
 
 #include "cuda/host/call.h"
 #include "cuda/host/launch.cuh"
-#include "cuda/passes/widened_inputs.h"
+#include "cuda/passes/passes.h"
 #include "cuda/tile/fp8.cuh"
 #include "cuda/tile/tile.cuh"
 

@@ -32,7 +32,7 @@ constexpr sm90::BackwardOrder kApart = sm90::BackwardOrder::kApart, kApartOnce =
 // with warps along the columns are those for 227, 163 and 99 KB of shared memory: the GPU chooses, not speed.
 inline constexpr KernelRow<sm80::ForwardTile> kSm80Forward[] = {
     {k16Bit, 32,  kPlain,     kOtherGpus, 0,         {{4, 2, 128, 2}}},  // 220 / 201; class 64: 0.76 and 0.78 of that; no other tile was timed
-    // 331 / 313; 4 x 2, 128 keys: 342 / 321; 8 x 1, 64 keys: 276 / 264
+    // 331 / 313; 4 x 2, 128 keys: 342 / 321, but the row with masks needs as many (invariant calls); 8 x 1, 64 keys: 276 / 264
     {k16Bit, 64,  kPlain,     kOtherGpus, 0,         {{4, 2, 64, 3}, {4, 2, 128, 2}, {8, 1, 64, 2}}},
     // 308 / 307, 2 stages 310 / 306; of two stages 99 KB hold one thread block: 230 / 218; 8 x 1, 64 keys: 240 / 230
     {k16Bit, 96,  kPlain,     kOtherGpus, kMaySpill, {{4, 2, 64, 2}, {4, 2, 64, 2, 2}, {8, 1, 64, 1}}},
@@ -64,8 +64,8 @@ inline constexpr KernelRow<sm80::ForwardTile> kSm80Forward[] = {
     {k16Bit, 256, kMasks,     kEveryGpu,  kMaySpill, {{4, 1, 64, 2}, {4, 1, 32, 2}, {8, 1, 32, 1}}},
     {k16Bit, 64,  kScores,    kOtherGpus, kMaySpill, {{4, 1, 64, 4}, {4, 2, 64, 2}, {4, 2, 128, 2}}},  // softcap 237 / 234; 4 x 2: 212 / 206, with 128 keys 232 / 224
     {k16Bit, 128, kScores,    kOtherGpus, kMaySpill, {{4, 2, 64, 2}, {4, 1, 64, 2}, {4, 1, 32, 3}}},  // softcap 270 / 263; 4 x 1: 246 / 246, 32 keys 245 / 245
-    // 148 / 108; 4 x 2, 32 keys: 115 / 88; 8 x 1, 64 keys: 157 / 115
-    {k16Bit, 64,  kGeneral,   kEveryGpu,  kMaySpill, {{4, 2, 64, 2}, {4, 2, 32, 2}, {8, 1, 64, 2}}},
+    // 157 / 115; 4 x 2, 64 keys: 148 / 108; 4 x 2, 32 keys: 115 / 88
+    {k16Bit, 64,  kGeneral,   kEveryGpu,  kMaySpill, {{8, 1, 64, 2}, {4, 2, 64, 2}, {4, 2, 32, 2}}},
     {k16Bit, 128, kGeneral,   kEveryGpu,  kMaySpill, {{4, 2, 32, 2}}},  // 64 keys spill
     // 232 / 187; 4 x 1, 32 keys: 214 / 168; 8 x 1, 32 keys: 187 / 141
     {k16Bit, 256, kGeneral,   kEveryGpu,  kMaySpill, {{4, 1, 64, 2}, {4, 1, 32, 2}, {8, 1, 32, 1}}},
@@ -93,12 +93,12 @@ inline constexpr KernelRow<sm80::ForwardTile> kSm80Forward[] = {
     {kFp32,  256, kGeneral,   kEveryGpu,  kMaySpill, {{2, 1, 32, 1}}},
     {kFp32,  384, kGeneral,   kEveryGpu,  kMaySpill, {{1, 1, 32, 1}}},
     {kFp32,  512, kGeneral,   kEveryGpu,  kMaySpill, {{2, 1, 32, 1}}},
-    // copies of inputs in fp8; the tiles of the rows for dropout:
+    // copies of inputs in fp8; no other tiles were timed:
     {kBf16,  64,  kFp8Scores,  kOtherGpus, kMaySpill, {{4, 2, 64, 2}}},
     {kBf16,  128, kFp8Scores,  kOtherGpus, kMaySpill, {{4, 2, 64, 2}}},
     {kBf16,  256, kFp8Scores,  kOtherGpus, kMaySpill, {{4, 1, 64, 2}}},
     // copies of inputs in fp8; the tiles of the general rows:
-    {kBf16,  64,  kFp8General, kOtherGpus, kMaySpill, {{4, 2, 64, 2}}},
+    {kBf16,  64,  kFp8General, kOtherGpus, kMaySpill, {{8, 1, 64, 2}}},
     {kBf16,  128, kFp8General, kOtherGpus, kMaySpill, {{4, 2, 32, 2}}},
     {kBf16,  256, kFp8General, kOtherGpus, kMaySpill, {{4, 1, 64, 2}}},
     {kBf16,  512, kFp8General, kEveryGpu,  kMaySpill, {{2, 1, 32, 2}}},
@@ -242,13 +242,13 @@ inline constexpr KernelRow<sm90::ForwardTile> kSm90Forward[] = {
     {k16Bit, 144,        kIntervals, kHopper, kMaySpill, {{3, 80, 2}, {2, 112, 2}, {2, 96, 2}}},
     // 794 / 484; 2 x 112: 804 / 475; 2 x 80: 770 / 480
     {k16Bit, 192,        kIntervals, kHopper, kMaySpill, {{2, 96, 2}, {2, 112, 2}, {2, 80, 2}}},
-    {k16Bit, 256,        kIntervals, kHopper, kMaySpill, {{2, 64, 2}, {2, 80, 2}}},  // 818 / 480; 2 x 80: 820 / 499
+    {k16Bit, 256,        kIntervals, kHopper, kMaySpill, {{2, 80, 2}, {2, 64, 2}}},  // 820 / 499; 2 x 64: 818 / 480
     {k16Bit, 64,         kBlocks,    kHopper, 0,         {{2, 64, 5, kOverlapped, true}}},  // sides divide a block of 128; half of the blocks of 65536 tokens: 427, without a mask 522
     {k16Bit, 128,        kBlocks,    kHopper, 0,         {{2, 128, 3}}},  // half of the blocks of 65536 tokens: 629, without a mask 678
     // 321 / 307 (spills 8 bytes); 2 x 160: 305 / 291; 2 x 128: 305 / 289
     {k16Bit, 64,         kScores,    kHopper, kMaySpill, {{3, 96, 3}, {2, 160, 3}, {2, 128, 3}}},
-    // 437 / 417; 3 x 96: 445 / 420; 3 x 112: 467 / 430
-    {k16Bit, 96,         kScores,    kHopper, kMaySpill, {{2, 128, 3}, {3, 96, 2}, {3, 112, 2}}},
+    // 467 / 430; 3 x 96: 445 / 420; 2 x 128: 437 / 417
+    {k16Bit, 96,         kScores,    kHopper, kMaySpill, {{3, 112, 2}, {3, 96, 2}, {2, 128, 3}}},
     // 528 / 500; 3 x 80: 542 / 500; 2 x 160: 513 / 483
     {k16Bit, 128,        kScores,    kHopper, kMaySpill, {{2, 128, 3}, {3, 80, 3}, {2, 160, 2}}},
     {k16Bit, 144,        kScores,    kHopper, kMaySpill, {{2, 112, 2}, {2, 96, 2}}},  // 538 / 506; 2 x 96: 538 / 506
@@ -259,8 +259,8 @@ inline constexpr KernelRow<sm90::ForwardTile> kSm90Forward[] = {
     {k16Bit, 64,         kBias,      kHopper, kMaySpill, {{3, 128, 3}, {2, 192, 2}, {2, 128, 3}}},
     {k16Bit, 128,        kBias,      kHopper, kMaySpill, {{2, 128, 2}, {2, 64, 3}}},  // 567 / 529; 2 x 64: 500 / 471
     {k16Bit, 256,        kBias,      kHopper, kMaySpill, {{2, 64, 2}}},  // 80 keys do not fit
-    // 256 / 165; 3 x 64: 272 / 180; 2 x 192: 249 / 145
-    {k16Bit, 64,         kUnlisted,  kHopper, kMaySpill, {{2, 128, 3}, {3, 64, 4}, {2, 192, 2}}},
+    // 272 / 180; 2 x 128: 256 / 165; 2 x 192: 249 / 145
+    {k16Bit, 64,         kUnlisted,  kHopper, kMaySpill, {{3, 64, 4}, {2, 128, 3}, {2, 192, 2}}},
     // 469 / 286; 2 x 64: 400 / 280; 3 x 64 spills in every step
     {k16Bit, 128,        kUnlisted,  kHopper, kMaySpill, {{2, 128, 2}, {2, 64, 4}}},
     {k16Bit, 256,        kUnlisted,  kHopper, kMaySpill, {{2, 64, 2}}},  // 128 keys do not fit
@@ -286,7 +286,7 @@ inline constexpr KernelRow<sm90::ForwardTile> kSm90Forward[] = {
     {kBf16,  64,         kFp8Scores,  kHopper, kMaySpill, {{3, 128, 3}}},
     {kBf16,  128,        kFp8Scores,  kHopper, kMaySpill, {{2, 128, 3}}},
     {kBf16,  256,        kFp8Scores,  kHopper, kMaySpill, {{2, 64, 2}}},
-    {kBf16,  64,         kFp8General, kHopper, kMaySpill, {{2, 128, 3}}},
+    {kBf16,  64,         kFp8General, kHopper, kMaySpill, {{3, 64, 4}}},
     {kBf16,  128,        kFp8General, kHopper, kMaySpill, {{2, 128, 2}}},
     {kBf16,  256,        kFp8General, kHopper, kMaySpill, {{2, 64, 2}}},
 };
@@ -324,12 +324,10 @@ inline constexpr KernelRow<sm90::BackwardTile> kSm90Backward[] = {
     {k16Bit, 96,         kPlain,     kHopper, 0,         {{128, 64, 3, 1, kApartOnce}, {128, 64, 3, 1, kApart}, {128, 64, 3, 1}}},
     // dq apart: 644 / 575; both warpgroups in step, dq in between: 599 / 545
     {k16Bit, 128,        kPlain,     kHopper, 0,         {{128, 64, 3, 1, kApart}, {128, 64, 3, 1}, {128, 64, 2, 1, kApart}}},
-    // 518 / 502; 64 keys: 427 / 390; 64 keys, 3 stages: 450 / 409; class 160: 1.06 / 1.02 times the rate
-    {k16Bit, 144,        kPlain,     kHopper, kMaySpill, {{128, 64, 2, 1}, {64, 64, 2, 1}, {64, 64, 3, 1}}},
+    // 1.55 / 1.52 times the rate of class 192, and at D = 144 1.06 / 1.02 times that of a class 144; ping-pong spills 400 bytes (C7512)
+    {k16Bit, 160,        kPlain,     kHopper, 0,         {{128, 64, 2, 1, kThreePhases}}},
     // 606 / 541; 64 keys: 432 / 410; 64 keys, 3 stages: 428 / 407
     {k16Bit, {192, 128}, kPlain,     kHopper, 0,         {{128, 64, 2, 1, kThreePhases}, {64, 64, 2, 1}, {64, 64, 3, 1}}},
-    // 1.55 / 1.52 times the rate of class 192; ping-pong spills 400 bytes (C7512)
-    {k16Bit, 160,        kPlain,     kHopper, 0,         {{128, 64, 2, 1, kThreePhases}}},
     // 474 / 428; 3 stages: 468 / 441; 2 stages of keys: 467 / 443
     {k16Bit, 192,        kPlain,     kHopper, kMaySpill, {{64, 64, 2, 1}, {64, 64, 3, 1}, {64, 64, 2, 2}}},
     // in pairs: 585 / 583 (S = 16384); 64 x 64: 525 / 522
@@ -356,10 +354,10 @@ inline constexpr KernelRow<sm90::BackwardTile> kSm90Backward[] = {
     {k16Bit, 96,         kIntervals, kHopper, kMaySpill, {{128, 64, 3, 1}, {128, 64, 2, 1}}},
     // 593 / 347; 2 stages: 595 / 329
     {k16Bit, 128,        kIntervals, kHopper, kMaySpill, {{128, 64, 3, 1}, {128, 64, 2, 1}}},
-    // 393 / 216; 3 stages: 434 / 227; 2 stages of keys: 389 / 216; with 128 keys no room for the inspected stages of dout
-    {k16Bit, 144,        kIntervals, kHopper, kMaySpill, {{64, 64, 2, 1}, {64, 64, 3, 1}, {64, 64, 2, 2}}},
-    // 445 / 239; 3 stages: 459 / 245; 2 stages of keys: 443 / 238
-    {k16Bit, 192,        kIntervals, kHopper, kMaySpill, {{64, 64, 2, 1}, {64, 64, 3, 1}, {64, 64, 2, 2}}},
+    // 434 / 227; 2 stages: 393 / 216; and 2 of keys: 389 / 216; with 128 keys no room for the inspected stages of dout
+    {k16Bit, 144,        kIntervals, kHopper, kMaySpill, {{64, 64, 3, 1}, {64, 64, 2, 1}, {64, 64, 2, 2}}},
+    // 459 / 245; 2 stages: 445 / 239; and 2 of keys: 443 / 238
+    {k16Bit, 192,        kIntervals, kHopper, kMaySpill, {{64, 64, 3, 1}, {64, 64, 2, 1}, {64, 64, 2, 2}}},
     // 469 / 257; 1 stage, 2 stages of keys: 337 / 202
     {k16Bit, 256,        kIntervals, kHopper, kMaySpill, {{64, 64, 2, 1}, {64, 64, 1, 2}}},
     {k16Bit, 64,         kBlocks,    kHopper, 64,        {{128, 128, 2, 2}}},  // the plain tile; half of the blocks of 65536 tokens: 496, without a mask 511; spills in the loading warp

@@ -8,7 +8,7 @@
 #include "cuda/decode/prefill/prefill.h"
 #include "cuda/host/call.h"
 #include "cuda/host/launch.cuh"
-#include "cuda/passes/aligned_rows.h"
+#include "cuda/passes/passes.h"
 #include "cuda/ptx/async.cuh"
 #include "cuda/score/chunks.cuh"
 #include "cuda/stages/tile_order.cuh"

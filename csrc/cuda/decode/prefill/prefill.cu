@@ -9,7 +9,7 @@
 #include "cuda/decode/split/kernels.h"
 #include "cuda/host/call.h"
 #include "cuda/host/launch.cuh"
-#include "cuda/passes/mask_extremes.h"
+#include "cuda/passes/passes.h"
 #include "cuda/ptx/async.cuh"
 #include "cuda/stages/tile_order.cuh"
 #include "cuda/tile/fp8.cuh"

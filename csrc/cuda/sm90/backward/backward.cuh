@@ -1,10 +1,10 @@
-// Backward on Hopper for head dims up to 128, without a Mask up to 144, in plain calls up to 160, and up to 192 where v
-// has at most 128 columns.
-// A thread block keeps one tile of keys, 64 in each of two consumer warpgroups, and loops over the query tiles that see
-// it; a producer warp loads those by TMA (Shah et al. 2024, "FlashAttention-3"). Scores are transposed, S^T = K Q^T,
-// so that packed P^T and dS^T already have the register layout of the A operands of the products for dv and (up to 144)
-// dk. Only dS^T, for the dq product, and dq itself, which another warp adds to the workspace (dq_adder.cuh), go through
-// shared memory. Products of one step overlap with the arithmetic of another: docs/sm90_backward.md.
+// Backward on Hopper for head dims up to 128, with dropout up to 144, in plain calls up to 160, and up to 192 where v
+// has at most 128 columns. A thread block keeps one tile of keys, 64 in each of two consumer warpgroups, and loops over
+// the query tiles that see it; a producer warp loads those by TMA (Shah et al. 2024, "FlashAttention-3"). Scores are
+// transposed, S^T = K Q^T, so that packed P^T and dS^T already have the register layout of the A operands of the
+// products for dv and (up to 144) dk. Only dS^T, for the dq product, and dq itself, which another warp adds to the
+// workspace (dq_adder.cuh), go through shared memory. Products of one step overlap with the arithmetic of another:
+// docs/sm90_backward.md.
 #pragma once
 
 #include <algorithm>
@@ -36,7 +36,7 @@ struct Backward : PingPong {
   using Workspace = typename Gradients::Workspace;
   using Maps = typename Gradients::Maps;
   static constexpr bool kMasks = Visibility::kHasIntervals;
-  using Layout = DqLayout<T, kHeadDim, kTile.is_wide()>;
+  using Layout = DqLayout<T, kHeadDim, kTile.queries, false>;
   static constexpr int kQueries = kTile.queries, kKeys = kTile.keys, kStages = kTile.stages,
                        kKeyStages = kTile.key_stages;
   static constexpr bool kPaired = false, kSharesKeys = false;
@@ -62,7 +62,6 @@ struct Backward : PingPong {
   // Thread blocks that process the same head at the same time reuse its data in L2 when long sequences do not fit the
   // cache; with too few heads in a section, long tiles come last.
   static constexpr int kSectionHeads = 16;
-  static_assert(Layout::kHeadDim >= kHeadDim && Layout::kQueries == kQueries);
   static constexpr int kBiasStages = Gradients::kHasBias ? kStages : 0;
 
   // Tiles have the layout of cuda/tile/panels.cuh. A `full` barrier signals that a stage has arrived, an `empty`
@@ -457,7 +456,8 @@ template <class T, int kHeadDim, Options kOptions, int kHeadDimV>
 auto backward_workspace(const AttnGradParams& p) {
   using Kernel = BackwardOf<T, kHeadDim, kOptions, kHeadDimV>;
   using Layout = typename Kernel::Layout;
-  const BackwardWorkspace base(p, Layout::kTileRows, Layout::kTileFloats, Layout::kOrderedParts);
+  // Each thread block of a pair adds half of the columns of dq, with a counter of its own (DqOrder).
+  const BackwardWorkspace base(p, Layout::kTileRows, Layout::kTileFloats, Kernel::kBlocks);
   return Kernel::Workspace::complete(p, base, Kernel::kKeys, 8);
 }
 

@@ -22,8 +22,8 @@ struct WideBackward {
   using Heads = WholeGroups;
   using Walk = QueryWalk<false, Visibility>;
   static constexpr bool kMasks = Visibility::kHasIntervals;
-  using Layout = DqLayout<T, kHeadDim, true>;
   static constexpr BackwardTile kTile = tile_of<kernel_table::kSm90Backward, T, kHeadDim, kOptions, kHeadDimV>();
+  using Layout = DqLayout<T, kHeadDim, kTile.queries, true>;
   static constexpr WideRegisterBudget kRegisters = wide_register_budget(kHeadDim, kTile.order == BackwardOrder::kPairs);
   static constexpr int kQueries = kTile.queries, kKeys = kTile.keys, kStages = kTile.stages,
                        kKeyStages = kTile.key_stages;

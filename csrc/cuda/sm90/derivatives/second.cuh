@@ -27,8 +27,8 @@ struct Second : SecondConsumer<Second<T, kHeadDim, kOptions, kHeadDimV, Tangents
   using Dropping = NoBackwardDropout;
   using Workspace = typename Gradients::Workspace;
   using Maps = SecondMaps;
-  using Layout = DqLayout<T, kHeadDim, false>;
   static constexpr SecondTile kTile = tile_of<kernel_table::kSm90Second, T, kHeadDim, kOptions, kHeadDimV>();
+  using Layout = DqLayout<T, kHeadDim, kTile.queries, false>;
   static_assert(kTile.keys == 64);
   static constexpr int kKeys = 64, kQueries = kTile.queries, kStages = kTile.stages, kKeyStages = 1;
   static constexpr bool kPaired = false, kDoutApart = false, kLateDq = false;
@@ -41,7 +41,7 @@ struct Second : SecondConsumer<Second<T, kHeadDim, kOptions, kHeadDimV, Tangents
   using Packing = PackedScores<T, kOwnQueries, false>;
   using Scores = float[kScoreTiles][4];
   using ScoreTile = T[1][kKeys][kPanelColumns];  // transposed
-  static_assert(kHeadDim == 128 && kQueries == 64 && Layout::kQueries == kQueries && kDqTiles == 8);
+  static_assert(kHeadDim == 128 && kQueries == 64 && kDqTiles == 8);
   static_assert(kStages >= 2);  // the next scores are computed before these queries are released
 
   struct ScoreTiles {
@@ -207,7 +207,7 @@ using SecondOf = std::conditional_t<tile_of<kernel_table::kSm90Second, T, kHeadD
 
 template <class Layout>
 SecondWorkspace<BackwardWorkspace> second_workspace(const SecondParams& p) {
-  return {p, BackwardWorkspace(p, Layout::kTileRows, Layout::kTileFloats, Layout::kOrderedParts)};
+  return {p, BackwardWorkspace(p, Layout::kTileRows, Layout::kTileFloats, 1)};
 }
 
 // Runs a call that has these tangents.

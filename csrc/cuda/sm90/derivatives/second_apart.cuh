@@ -20,7 +20,7 @@ struct ApartDqLayout {
   using Element = T;
   static constexpr bool kPartsOverlap = true;
   static constexpr int kQueries = 64, kHeadDim = 64, kTileRows = 16, kThreads = kGroupThreads, kSplits = 1;
-  static constexpr int kQueryRowTiles = 1, kQueryColumnTiles = kHeadDim / 8, kOrderedParts = 1;
+  static constexpr int kQueryRowTiles = 1, kQueryColumnTiles = kHeadDim / 8;
   static constexpr int64_t kTileFloats = kTileRows * kHeadDim;
 
   static __device__ __forceinline__ int row(int warp) { return warp % 4 * kTileRows; }

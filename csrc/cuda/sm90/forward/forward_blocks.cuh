@@ -180,25 +180,17 @@ __device__ __forceinline__ void inspect_listed_values(Shared& shared, const Attn
 
 // A BlockMask: the key tiles of a query tile are those of a run of blocks.
 template <int kKeysOfTile, int kTeams>
-struct BlockVisibility {
+struct BlockVisibility : InspectedVisibility {
   struct Walk {
     int n = 0;  // known from `begin` on
     int left;   // tiles after this one
     SeenKeys<kKeysOfTile> seen;
   };
-  static constexpr bool kTakesLate = true, kResumes = false, kUniformShared = false;
+  static constexpr bool kResumes = false, kUniformShared = false;
   static constexpr int kValueArrivals = kValueInspectors / kTeams;
 
   template <class Shared>
-  static __device__ __forceinline__ void init_stage(Shared& shared, int i) {
-    ptx::barrier_init(&shared.v_arrived[i], 1);
-  }
-  template <class Shared>
   static __device__ __forceinline__ void init(Shared&) {}
-  template <class Shared>
-  static __device__ __forceinline__ void clear(Shared& shared, int threads) {
-    clear_poisoned(shared, threads);
-  }
 
   template <class Kernel, class Shared, class Maps>
   static __device__ __forceinline__ void load(Shared& shared, const AttnParams& p, const Maps& maps,
@@ -245,10 +237,6 @@ struct BlockVisibility {
   template <class Shared, class Scores>
   static __device__ __forceinline__ void hide(Shared&, const AttnParams& p, int, const Walk& walk, Scores& x, int) {
     if (!walk.seen.is_whole()) walk.seen.hide(p, x[0]);
-  }
-  template <class Shared>
-  static __device__ __forceinline__ void take_poisoned(Shared& shared, int parity, int warp_row, bool (&poisoned)[2]) {
-    take_poisoned_rows(shared, parity, warp_row, poisoned);
   }
 };
 

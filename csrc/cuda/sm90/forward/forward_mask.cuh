@@ -335,27 +335,36 @@ __device__ __forceinline__ void inspect_masked_values(Shared& shared, const Attn
 
 // --- the policy of visibility --------------------------------------------------------------------------------------
 
-// Clears Shared::poisoned, which inspect_values sets. All threads call it.
-template <class Shared>
-__device__ __forceinline__ void clear_poisoned(Shared& shared, int threads) {
-  constexpr int kRows = 2 * sizeof(shared.poisoned[0]);
-  for (int row = threadIdx.x; row < kRows; row += threads) shared.poisoned[0][row] = false;
-}
-// Whether the results of this lane's rows are NaN. Resets these flags for the query tile after the next.
-template <class Shared>
-__device__ __forceinline__ void take_poisoned_rows(Shared& shared, int parity, int warp_row, bool (&poisoned)[2]) {
-  bool* const rows = &shared.poisoned[parity][warp_row + quad()];
+// What policies share whose producer warps inspect values (inspect_values).
+struct InspectedVisibility {
+  static constexpr bool kTakesLate = true;
+
+  // Clears Shared::poisoned. All threads call it.
+  template <class Shared>
+  static __device__ __forceinline__ void clear(Shared& shared, int threads) {
+    constexpr int kRows = 2 * sizeof(shared.poisoned[0]);
+    for (int row = threadIdx.x; row < kRows; row += threads) shared.poisoned[0][row] = false;
+  }
+  // Whether the results of this lane's rows are NaN. Resets these flags for the query tile after the next.
+  template <class Shared>
+  static __device__ __forceinline__ void take_poisoned(Shared& shared, int parity, int warp_row, bool (&poisoned)[2]) {
+    bool* const rows = &shared.poisoned[parity][warp_row + quad()];
 #pragma unroll
-  for (int r = 0; r < 2; ++r) poisoned[r] = rows[8 * r];
-  __syncwarp();
+    for (int r = 0; r < 2; ++r) poisoned[r] = rows[8 * r];
+    __syncwarp();
 #pragma unroll
-  for (int r = 0; r < 2; ++r) rows[8 * r] = false;
-  __syncwarp();
-}
+    for (int r = 0; r < 2; ++r) rows[8 * r] = false;
+    __syncwarp();
+  }
+  template <class Shared>
+  static __device__ __forceinline__ void init_stage(Shared& shared, int i) {
+    ptx::barrier_init(&shared.v_arrived[i], 1);
+  }
+};
 
 // A Mask: intervals of rows for each key. The producer warps find and describe the tiles.
 template <int kGroups>
-struct IntervalVisibility {
+struct IntervalVisibility : InspectedVisibility {
   using KeyTile = sm90::KeyTile<kGroups>;
   struct Walk {
     int n;
@@ -363,13 +372,13 @@ struct IntervalVisibility {
     bool done;     // whether the last tile has been left
     int run;       // how many of the following tiles are known already
   };
-  static constexpr bool kTakesLate = true, kResumes = true, kUniformShared = true;
+  static constexpr bool kResumes = true, kUniformShared = true;
   static constexpr int kValueArrivals = kValueInspectors;
 
   template <class Shared>
   static __device__ __forceinline__ void init_stage(Shared& shared, int i) {
     ptx::barrier_init(&shared.pairs_full[i], 32);
-    ptx::barrier_init(&shared.v_arrived[i], 1);
+    InspectedVisibility::init_stage(shared, i);
   }
   template <class Shared>
   static __device__ __forceinline__ void init(Shared& shared) {
@@ -379,11 +388,6 @@ struct IntervalVisibility {
     }
     ptx::barrier_init(&shared.tiles_end[0], 1);
   }
-  template <class Shared>
-  static __device__ __forceinline__ void clear(Shared& shared, int threads) {
-    clear_poisoned(shared, threads);
-  }
-
   template <class Kernel, class Shared, class Maps>
   static __device__ __forceinline__ void load(Shared& shared, const AttnParams& p, const Maps& maps,
                                               const TileGrid& grid) {
@@ -443,10 +447,6 @@ struct IntervalVisibility {
     hide_keys_by_interval(x, row, [&](int tile) {
       return *reinterpret_cast<const int4*>(&shared.partial_tiles[slot].pairs[tile * 8 + 2 * lane_in_quad()]);
     });
-  }
-  template <class Shared>
-  static __device__ __forceinline__ void take_poisoned(Shared& shared, int parity, int warp_row, bool (&poisoned)[2]) {
-    take_poisoned_rows(shared, parity, warp_row, poisoned);
   }
 
  private:

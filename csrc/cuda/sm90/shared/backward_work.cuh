@@ -26,12 +26,11 @@ struct BiasedBackwardMaps : BackwardMaps {
 // warpgroups of a thread block compute different rows when a step has 128 queries; otherwise they compute different
 // columns, and half of the third panel each. With 64 keys one warpgroup computes all columns. Columns beyond the
 // class of head dims are not stored.
-template <class T, int kHeadDimension, bool kWide>
+template <class T, int kHeadDimension, int kStepQueries, bool kWide>
 struct DqLayout {
   using Element = T;
   static constexpr bool kPartsOverlap = false;  // whether both warpgroups add to the same elements
-  static constexpr int kQueries = tile_of<kernel_table::kSm90Backward, T, kHeadDimension, kPlain>().queries,
-                       kTileRows = 16;
+  static constexpr int kQueries = kStepQueries, kTileRows = 16;
   static constexpr int kParts = kWide ? 1 : 2, kThreads = kParts * kGroupThreads, kSplits = 1;
   static constexpr int kHeadDim = kHeadDimension;
   // Columns of a warp in dq_finish_kernel.
@@ -39,12 +38,6 @@ struct DqLayout {
   static constexpr int kStride = kTileStride<T, kHeadDim>;
   static constexpr int kQueryRowTiles = 1, kQueryColumnTiles = kPartColumns / 8;
   static constexpr int64_t kTileFloats = kTileRows * kHeadDim;
-  // Parts of a tile, each with its own counter (DqOrder): pairs of thread blocks add half of the columns each.
-  static constexpr int kOrderedParts =
-      is_paired(kHeadDimension) ||
-              tile_of<kernel_table::kSm90Backward, T, kHeadDimension, kPlain>().order == BackwardOrder::kPairs
-          ? 2
-          : 1;
 
   // First row and column of the part of a warp that computes dq.
   static __device__ __forceinline__ int row(int warp) { return (kQueries == 64 ? warp % 4 : warp) * 16; }
