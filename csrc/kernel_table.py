@@ -26,7 +26,6 @@ SUFFIXES = {
     "kIntervals": "_masks",
     "kMasks": "_masks",
     "kBlocks": "_blocks",
-    "kUnmasked": "_options",
     "kUnlisted": "_general",
     "kGeneral": "_general",
     "kScores": "_scores",

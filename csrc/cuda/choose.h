@@ -301,7 +301,7 @@ class Chooser {
   }
   // The backward, beside sm80/ and the faster ones of sm90/: 64x197 12x32 87.8, 174 and 101; 64x256 8x32 68.4, 132 and
   // 64.7; 64x96 12x64 67.5, 103 and 70.0; 64x128 12x64 78.5, 124 and 67.9. With dropout beside sm80/: 64x64 12x64 42.5
-  // and 67.6, 64x96 102 and 90. A bias alone, with the forward: 64x256 4x32 119 and 226.
+  // and 67.6, 64x96 102 and 90. A bias alone, with the forward: 64x256 4x32 119 and 226. Masks were not timed.
   int64_t most_keys_of_whole_heads(const AttnGradParams& p, Options kernel, int columns) const {
     if (kernel == kPlain) return is_hopper() ? (columns > 32 ? 96 : 208) : columns > 64 ? 128 : 256;
     if (kernel == kAnyBias) return 256;

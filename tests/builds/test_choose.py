@@ -70,6 +70,8 @@ int main() {
     fill(p), fill(g);
     g.dk = g.dv = g.k, g.dbias = g.bias;
     if (number("sink", 0)) g.dsink = g.q.data;
+    if (number("slopes", 0)) g.alibi_slopes = g.dalibi_slopes = g.q.data;
+    if (number("bias_of_keys", 0)) g.bias.row_stride = g.dbias.row_stride = 0;
     p.cache.entries = p.batch, p.cache.page_size = p.seqlen_k;
     const Gpu gpu{static_cast<int>(number("processors", 132)), static_cast<int>(number("shared", 227)) * 1024};
     const Chooser chooser(number("sm80", 0) ? Family::kEveryGpu : Family::kHopper, gpu);
@@ -118,6 +120,11 @@ CALLS = {
     "forward Sq=65 Sk=65 sm80=1": "tiles kSm80HeadsForward aligned 0",
     "forward Sq=64 Sk=64 D=129": "tiles kSm90Forward aligned 0",
     "forward Sq=64 Sk=64 mask=1": "tiles kSm90Forward aligned 0",
+    "forward Sq=64 Sk=64 D=64 mask=1": "tiles kSm80HeadsForward aligned 0",
+    "forward Sq=65 Sk=65 D=64 mask=1": "tiles kSm90Forward aligned 0",
+    "forward Sq=64 Sk=64 D=64 mask=1 bias=1": "tiles kSm80HeadsForward aligned 0",
+    "forward Sq=96 Sk=96 D=32 mask=1 sm80=1": "tiles kSm80HeadsForward aligned 0",
+    "forward Sq=64 Sk=64 D=64 mask=1 deterministic=1": "tiles kSm90Forward aligned 0",
     "forward Sq=64 Sk=64 softcap=30": "tiles kSm90Forward aligned 0",
     "forward Sq=64 Sk=64 softcap=30 D=64": "tiles kSm80HeadsForward aligned 0",
     "forward Sq=65 Sk=65 softcap=30 D=64": "tiles kSm90Forward aligned 0",
@@ -195,6 +202,14 @@ CALLS = {
     "backward Sq=49 Sk=49": "tiles kSm90Backward aligned 0",
     "backward Sq=49 Sk=49 sm80=1": "tiles kSm80HeadsBackward aligned 0",
     "backward Sq=64 Sk=64 sink=1 D=64": "tiles kSm80HeadsBackward aligned 0",
+    "backward Sq=64 Sk=64 D=64 mask=1": "tiles kSm80HeadsBackward aligned 0",
+    "backward Sq=65 Sk=65 D=64 mask=1 sm80=1": "tiles kSm80Backward aligned 0",
+    "backward Sq=64 Sk=64 D=64 slopes=1": "tiles kSm80HeadsBackward aligned 0",
+    "backward Sq=128 Sk=128 D=64 slopes=1 mask=1 sm80=1": "tiles kSm80HeadsBackward aligned 0",
+    "backward Sq=64 Sk=16 D=64 slopes=1": "tiles kSm80Backward aligned 0",
+    "backward Sq=64 Sk=64 D=64 slopes=1 deterministic=1": "tiles kSm90Backward aligned 0",
+    "backward Sq=64 Sk=64 D=64 bias=1 bias_of_keys=1": "tiles kSm80HeadsBackward aligned 0",
+    "backward Sq=128 Sk=128 D=64 bias=1 bias_of_keys=1": "tiles kSm80Backward aligned 0",
     "backward Sq=64 Sk=64 softcap=30 D=64": "tiles kSm80HeadsBackward aligned 0",
     "backward Sq=65 Sk=65 softcap=30 D=64": "tiles kSm90Backward aligned 0",
     "backward Sq=128 Sk=128 softcap=30 D=64 sm80=1": "tiles kSm80HeadsBackward aligned 0",

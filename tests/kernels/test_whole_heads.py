@@ -26,10 +26,21 @@ OPTIONS: dict[str, dict[str, object]] = {
     "slopes": {"alibi": "batch", "needs_grad": ("q", "k", "v")},
     "slopes with gradient": {"alibi": "heads"},
     "relative": {"relative": 20, "needs_grad": ("q", "k", "v"), "causal": True},
+    "relative with gradient": {"relative": 20, "causal": True, "use_lse": True},
+    "clamped relative with gradient": {"relative": 3, "dropout_p": 0.2, "rng_seed": 5},
+    "distances with gradients": {"alibi": "batch", "relative": 300, "sink_dtype": torch.float32, "use_lse": True},
     "dropout": {"dropout_p": 0.3, "rng_seed": 3, "window_size": (40, 7)},
     "origin": {"origin": (1, 2, 30, 10), "causal": True, "dropout_p": 0.2, "rng_seed": 5},
     "mask": {"mask": "documents"},
-}
+    "mask of query heads": {"mask": "intervals", "mask_heads": "q", "use_lse": True},
+    "mask and window": {"mask": "intervals", "mask_heads": "k", "mask_batch": False, "window_size": (30, 5)},
+    "mask and sink": {"mask": "and", "causal": True, "sink_dtype": torch.float32, "use_lse": True},
+    "mask and slopes": {"mask": "intervals", "alibi": "batch", "relative": 10, "max_logits": True},
+    "mask and bias": {"mask": "documents", "bias": "bhq"},
+    "mask and bias of keys": {"mask": "intervals", "bias": "b"},
+    "mask with all": {"mask": "intervals", "mask_heads": "q", "bias": "hq", "softcap": 5.0, "dropout_p": 0.2, "rng_seed": 1,
+                      "alibi": "heads", "sink_dtype": torch.float32},
+}  # fmt: skip
 BIASES: dict[str, dict[str, object]] = {
     "dense": {"bias": "bhq"},
     "causal": {"bias": "bhq", "causal": True, "use_lse": True},
@@ -78,10 +89,23 @@ def test_head_dims_and_views(device: str, dtype: torch.dtype, views: str, D: int
 
 
 @pytest.mark.parametrize("option", [*OPTIONS])
-@pytest.mark.parametrize("D,length", [(32, 128), (64, 90), (128, 60)])
+@pytest.mark.parametrize("D,length", [(32, 128), (32, 49), (64, 90), (64, 64), (128, 60)])
 def test_options(device: str, dtype: torch.dtype, D: int, length: int, option: str) -> None:
     case = Case(dtype=dtype, B=2, Sq=length, Sk=length, Hq=4, Hk=2, D=D, Dv=D, **OPTIONS[option])  # type: ignore[arg-type]
     check(case, device)
+
+
+@pytest.mark.parametrize(
+    "sizes", [(1, 50), (33, 64), (40, 17), (100, 50), (130, 20), (49, 96), (30, 200), (200, 128)], ids=str
+)
+@pytest.mark.parametrize(
+    "option", ["mask of query heads", "mask and sink", "distances with gradients", "mask with all"]
+)
+def test_options_of_other_lengths(device: str, dtype: torch.dtype, option: str, sizes: tuple[int, int]) -> None:
+    """Several query tiles of a head, keys that do not fill a step, and a tile that a Mask hides."""
+    for D, Hk in ((32, 4), (64, 2)):
+        shape: dict[str, object] = {"B": 2, "Sq": sizes[0], "Sk": sizes[1], "Hq": 4, "Hk": Hk, "D": D, "Dv": D}
+        check(Case(dtype=dtype, **{**shape, **OPTIONS[option]}), device)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("bias", [*BIASES])
@@ -164,3 +188,70 @@ def test_a_key_that_is_not_finite_reaches_the_rows_that_see_it_alone(device: str
     out = flashattn_ext.forward(q, k, v, causal=True)
     assert out[0, 80:, 0].isnan().all()
     assert out[0, :64].isfinite().all() and out[:, :, 1].isfinite().all() and out[1].isfinite().all()
+
+
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf], ids=["nan", "inf"])
+@pytest.mark.parametrize("where", ["q", "k", "v", "dout", "all"])
+@pytest.mark.parametrize("D,lengths", [(32, (7, 20, 30)), (64, (20, 23, 21)), (64, (33, 1, 30))], ids=str)
+def test_what_is_not_finite_stays_in_its_document(
+    device: str, dtype: torch.dtype, D: int, lengths: tuple[int, ...], where: str, poison: float
+) -> None:
+    """Other documents of a Mask keep their bits, in the same step too; rows that see the value are not finite."""
+    ids = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))[None].to(device)
+    mask, inside = flashattn_ext.Mask.documents(ids), ids[0] == 1
+    tensors = {
+        name: torch.randn(2, sum(lengths), heads, D, device=device).to(dtype)
+        for name, heads in (("q", 4), ("k", 2), ("v", 2), ("dout", 4))
+    }
+
+    def results() -> dict[str, torch.Tensor]:
+        leaves = [tensors[name].detach().requires_grad_() for name in "qkv"]
+        out, lse = flashattn_ext.forward(*leaves, mask=mask, return_lse=True)
+        gradients = torch.autograd.grad(out, leaves, tensors["dout"])
+        return dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse.transpose(1, 2), *gradients), strict=True))
+
+    clean = results()
+    for name in tensors if where == "all" else [where]:
+        tensors[name][:, inside] = poison
+    after = results()
+    seen_in = {"v": "out dq dk", "dout": "dq dk dv"}.get(where, "out dq dk dv").split()
+    for name, got in after.items():
+        assert_same_bits(got[:, ~inside], clean[name][:, ~inside], name)
+        if name in seen_in and poison != torch.inf:
+            assert not got[:, inside].isfinite().any(), name
+
+
+@pytest.mark.parametrize("D,length", [(32, 60), (64, 64), (64, 90)])
+def test_rows_that_see_nothing(device: str, dtype: torch.dtype, D: int, length: int) -> None:
+    """A Mask hides all keys from some rows, and some keys from all rows: their results are exact."""
+    keys = torch.arange(length)
+    first = keys // 20 // 2 * 40
+    last = torch.where((keys >= 10) & (keys < 45), first, first + 20)
+    mask = flashattn_ext.Mask(torch.stack([first, last], -1).int()[None, None]).to(device)
+    seen = mask.dense(length)[0, 0]
+    blind, hidden = ~seen.any(1), ~seen.any(0)
+    assert blind.any() and hidden.any() and not blind.all()
+    q, k, v = (torch.randn(2, length, 2, D, device=device).to(dtype).requires_grad_() for _ in range(3))
+    out, lse = flashattn_ext.forward(q, k, v, mask=mask, return_lse=True)
+    dq, dk, dv = torch.autograd.grad(out.float().square().sum() + lse[lse.isfinite()].sum(), (q, k, v))
+    assert not out[:, blind].any() and not dq[:, blind].any() and lse[:, :, blind].isneginf().all()
+    assert not dk[:, hidden].any() and not dv[:, hidden].any()
+    for t in (out[:, ~blind], lse[:, :, ~blind], dq, dk, dv):
+        assert t.isfinite().all()
+
+
+def test_bits_of_a_mask_and_of_slopes_repeat(device: str, dtype: torch.dtype) -> None:
+    """No sum of them is atomic, also without `deterministic`."""
+    inputs = make_inputs(
+        Case(dtype=dtype, B=3, Sq=60, Sk=60, Hq=4, Hk=2, D=64, Dv=64, mask="documents", alibi="heads"), device
+    )
+    leaves = [inputs.q, inputs.k, inputs.v, inputs.alibi_slopes]
+
+    def results() -> list[torch.Tensor]:
+        out = flashattn_ext.forward(*leaves[:3], alibi_slopes=leaves[3], mask=inputs.mask)
+        return [out, *torch.autograd.grad(out, leaves, inputs.q.detach())]
+
+    first = results()
+    assert all(t.isfinite().all() and t.abs().max() > 0 for t in first)
+    for again, before in zip(results(), first, strict=True):
+        assert_same_bits(again, before)

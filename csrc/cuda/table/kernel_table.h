@@ -174,8 +174,8 @@ inline constexpr KernelRow<sm80::HeadsForwardTile> kSm80HeadsForward[] = {
     // no figures of other tiles:
     {k16Bit, 32,  kAnyBias,  kEveryGpu, 0, {{64, 4, 5}}},
     {k16Bit, 64,  kAnyBias,  kEveryGpu, 4, {{64, 8, 2}}},
-    {k16Bit, 32,  kUnmasked, kEveryGpu, 40, {{32, 8, 2}}},
-    {k16Bit, 64,  kUnmasked, kEveryGpu, 0, {{32, 4, 3}}},
+    {k16Bit, 32,  kUnlisted, kEveryGpu, 0, {{32, 8, 2}}},
+    {k16Bit, 64,  kUnlisted, kEveryGpu, 0, {{32, 4, 3}}},
 };
 
 // Tiles: {queries of a tile at most, queries of a step, columns of dq of a warp, warps at most, blocks of as many warps}.
@@ -187,8 +187,8 @@ inline constexpr KernelRow<sm80::HeadsBackwardTile> kSm80HeadsBackward[] = {
     // no figures of other tiles:
     {k16Bit, 32,  kAnyBias,  kEveryGpu, 4, {{64, 32, 32, 16, 1}}},
     {k16Bit, 64,  kAnyBias,  kEveryGpu, 0, {{64, 16, 32, 16, 1}}},
-    {k16Bit, 32,  kUnmasked, kEveryGpu, 0, {{64, 16, 32, 12, 1}}},
-    {k16Bit, 64,  kUnmasked, kEveryGpu, 0, {{64, 16, 32, 8, 1}}},
+    {k16Bit, 32,  kUnlisted, kEveryGpu, 0, {{64, 16, 32, 12, 1}}},
+    {k16Bit, 64,  kUnlisted, kEveryGpu, 0, {{64, 16, 32, 8, 1}}},
 };
 
 // Short sequences on Hopper. Tiles: {keys of a step, resident thread blocks}. Notes are microseconds.

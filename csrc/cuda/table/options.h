@@ -17,7 +17,6 @@ enum Options : unsigned {
   kAnyBias = 24,            // the two above, kBias and kOtherBiasOrOrigin
   kBlocks = 256,            // a BlockMask
   kMasks = 258,             // a Mask or a BlockMask: no call has both
-  kUnmasked = 29,           // all of the above but kMasks
   kUnlisted = 31,           // all of the above but a BlockMask
   kGeneral = 287,           // all of the above
   kGroups = 64,     // in a backward the query heads of a group add up their dk and dv. Kernels run these calls alone

@@ -24,11 +24,13 @@ struct HeadsBackward {
   using Core = TensorCore<T>;
   using Tile = SwizzledTile<T, kHeadDim>;
   using Element = T;
-  using Gradients = typename HeadsPolicies<kOptions>::Gradients;
+  using Policies = HeadsPolicies<kOptions>;
+  using Gradients = typename Policies::Gradients;
   static constexpr bool kHoldsBias = holds_bias(kOptions);  // of a tile of queries, in shared memory
+  static constexpr bool kTakesMask = takes_mask(kOptions);
   using Rule = typename Gradients::Rule;
-  using Mask = typename HeadsPolicies<kOptions>::Mask;
-  using Dropping = typename HeadsPolicies<kOptions>::Dropping;
+  using Mask = typename Policies::Mask;
+  using Dropping = typename Policies::Dropping;
   static constexpr HeadsBackwardTile kTile = tile_of<kernel_table::kSm80HeadsBackward, T, kHeadDim, kOptions>();
   static constexpr int kQueries = kTile.queries, kStep = kTile.step, kOutTiles = kHeadDim / 8;
   static constexpr int kQueryColumns = kTile.columns, kColumnParts = kHeadDim / kQueryColumns;
@@ -109,6 +111,7 @@ struct HeadsBackward {
       const QueryTile tile = query_tile(number);
       const Stage now = stage(number);
       ptx::cp_async_wait<1>();
+      if (kTakesMask && p.has_intervals() && number == 0) isolate_keys();
       add_statistics(tile, now);
       __syncthreads();
       sum_keys(tile, now);
@@ -150,16 +153,38 @@ struct HeadsBackward {
     if constexpr (kHoldsBias) HeldBiasGradient<HeadsBackward>{*this, tile, to.bias}.load();
   }
 
+  // With a Mask. Of the keys that this thread has copied: those that are not finite become zeros, and their values NaN,
+  // which makes the dS of the queries that see them NaN.
+  __device__ __forceinline__ void isolate_keys() const {
+    for_own_vectors<Tile>(block_team(), whole_steps(length_k()), [&](int row, int column) {
+      const int at = Tile::offset(row, column);
+      uint4& own = *reinterpret_cast<uint4*>(k_tile + at);
+      if (has_finite_row<Tile>(own)) return;
+      own = make_uint4(0, 0, 0, 0);
+      *reinterpret_cast<uint4*>(v_tile + at) = make_uint4(~0u, ~0u, ~0u, ~0u);
+    });
+  }
+  // With a Mask. The vectors at `at` of a row of queries that is not finite, or whose dout is not, become zeros.
+  // Returns whether the row is finite: if not, a log-sum-exp of NaN makes its weights of the keys that it sees NaN.
+  __device__ __forceinline__ bool isolate_query(const Stage& now, int at) const {
+    uint4 &q = *reinterpret_cast<uint4*>(now.q + at), &dout = *reinterpret_cast<uint4*>(now.dout + at);
+    const bool finite_q = has_finite_row<Tile>(q), finite_dout = has_finite_row<Tile>(dout);
+    if (!finite_q || !finite_dout) q = dout = make_uint4(0, 0, 0, 0);
+    return finite_q && finite_dout;
+  }
+
   // lse and delta of a tile, as the first stage of other backwards computes them (stages/backward_prepare.cu). A
   // thread reads what it has copied itself, so that no barrier comes before.
   __device__ __forceinline__ void add_statistics(const QueryTile& tile, const Stage& now) const {
     for_own_vectors<Tile>(block_team(), padded(tile.rows), [&](int row, int column) {
       constexpr int kVectors = Tile::kColumns / Tile::kVector;
       const int at = Tile::offset(row, column);
+      const bool finite = !kTakesMask || !p.has_intervals() || isolate_query(now, at);
       float delta = dot(*reinterpret_cast<const uint4*>(now.dout + at), *reinterpret_cast<const uint4*>(now.out + at));
 #pragma unroll
       for (int distance = kVectors / 2; distance > 0; distance /= 2) delta += __shfl_xor_sync(~0u, delta, distance);
       if (column == 0) add_statistics(tile, now, row, delta);
+      if (column == 0 && !finite) now.lse[row] = not_a_number();
     });
   }
   // Completes the statistics of one row. delta: <dout, out>.
@@ -201,18 +226,26 @@ struct HeadsBackward {
   __device__ __forceinline__ void sum_keys(const QueryTile& tile, const Stage& now) {
     const Limits rows = mask().rows_of(key(), min(key() + kRowStep, length_k()));
     const int begin = max(rows.begin - tile.row, 0) / kStep * kStep, end = min(rows.end - tile.row, tile.rows);
+    Gradients gradients(p, mask(), b, hk, tile.h, key());
 #pragma unroll 1
-    for (int query = begin; query < end; query += kStep) step(tile, now, query);
+    for (int query = begin; query < end; query += kStep) {
+      if (gradients.sees_some(tile.row + query, kStep)) {
+        step(tile, now, query, gradients);
+      } else {
+        store_dscores({}, query);
+      }
+    }
+    gradients.finish(p, rule, b, tile.h, tile.row / kQueries * plan.warps() + warp, key() + quad());
     if constexpr (kHoldsBias) HeldBiasGradient<HeadsBackward>{*this, tile, now.bias}.clear(begin, end);
   }
 
-  __device__ __forceinline__ void step(const QueryTile& tile, const Stage& now, int query) {
+  __device__ __forceinline__ void step(const QueryTile& tile, const Stage& now, int query, Gradients& gradients) {
     const T *const q = now.q + query * Tile::kStride, *const dout = now.dout + query * Tile::kStride;
     Scores weights, dscores;
-    const auto begun = Gradients::begin(*this, tile, query);
+    const auto begun = gradients.begin(*this, tile, query);
     score_product<Tile, true>(weights, places, k_tile, key(), q, 0);
     score_product<Tile>(dscores, places, v_tile, key(), dout, 0);
-    Gradients::weigh_and_differentiate(*this, tile, now, query, begun, weights, dscores);
+    gradients.weigh_and_differentiate(*this, tile, now, query, begun, weights, dscores);
     accumulate<Tile, kStep / 16>(
         dv, places, [&](int, int k) { return Core::from_accumulators(weights[0], k); }, dout, 0);
     typename Core::A packed[kStep / 16];
@@ -281,12 +314,11 @@ __global__ void __launch_bounds__(HeadsBackward<T, kHeadDim, kOptions>::kTile.wa
   HeadsBackward<T, kHeadDim, kOptions>(p, rule, plan, reinterpret_cast<T*>(shared)).run();
 }
 
-// For the gradient of a sink, without sums of dq.
-inline BackwardWorkspace sink_workspace(const AttnGradParams& p) { return {p, kRowStep, 0, 1}; }
-
 template <class T, int kHeadDim, Options kOptions>
 size_t heads_backward_bytes(const AttnGradParams& p) {
-  return p.dsink ? static_cast<size_t>(sink_workspace(p).bytes) : 0;
+  if (!p.dsink && !p.dalibi_slopes && !p.drelative_bias) return 0;
+  const auto plan = HeadsBackwardPlan::of(p, HeadsBackward<T, kHeadDim, kOptions>::kTile, kOptions);
+  return static_cast<size_t>(heads_workspace(p, plan).bytes);
 }
 
 template <class T, int kHeadDim, Options kOptions>
@@ -295,12 +327,11 @@ void heads_backward(const AttnGradParams& p) {
   const HeadsBackwardPlan plan = HeadsBackwardPlan::of(p, Kernel::kTile, kOptions);
   constexpr const char* kName = "backward of heads";
   launch_early(heads_backward_kernel<T, kHeadDim, kOptions>, kName, p, row_of_blocks(p.batch * p.heads_k, kName, p),
-               plan.warps() * 32, static_cast<int>(plan.shared_bytes(kHeadDim)), p, Kernel::Rule::of(p, plan.keys),
-               plan);
-  if (!p.dsink) return;
-  const BackwardWorkspace workspace = sink_workspace(p);
-  launch_prepare<T>(p, workspace);
-  launch_dsink(p, workspace);
+               plan.warps() * 32, static_cast<int>(plan.shared_bytes(kHeadDim)), p, Kernel::Rule::of(p, plan), plan);
+  const bool sums_biases = p.dalibi_slopes || p.drelative_bias;
+  if (p.dsink || (sums_biases && p.has_sink)) launch_prepare<T>(p, delta_workspace(p));
+  if (p.dsink) launch_dsink(p, delta_workspace(p));
+  if (sums_biases) finish_biases(p, heads_workspace(p, plan));
 }
 
 }  // namespace flashattn_ext::sm80

@@ -11,6 +11,7 @@
 #include "cuda/ptx/async.cuh"
 #include "cuda/score/scores.cuh"
 #include "cuda/sm80/whole_heads/head_rows.cuh"
+#include "cuda/sm80/whole_heads/heads_masks.cuh"
 #include "cuda/sm80/whole_heads/heads_policies.cuh"
 #include "cuda/sm80/whole_heads/plan.h"
 #include "cuda/table/kernel_table.h"
@@ -30,6 +31,7 @@ struct HeadsForward {
   static constexpr int kKeys = kTile.keys;  // of a step
   static constexpr int kLeastKeys = Policies::kLeastKeys;
   static constexpr bool kHoldsBias = holds_bias(kOptions);  // of each warp's unit, in shared memory
+  static constexpr bool kTakesMask = takes_mask(kOptions);
   using Scoring = typename Policies::template Scoring<T, kKeys>;
   using Rule = typename Scoring::Rule;
   static constexpr int kSteps = kHeadDim / Core::kK, kOutTiles = kHeadDim / 8;
@@ -94,6 +96,10 @@ struct HeadsForward {
   __device__ __forceinline__ unsigned char* bias_stage() const {
     return reinterpret_cast<unsigned char*>(values_arrived()) + kVectorBytes + warp * plan.bias.tile_bytes(kRowStep);
   }
+  // With a Mask, behind the barrier.
+  __device__ __forceinline__ IsolatedKeys* isolated_keys() const {
+    return reinterpret_cast<IsolatedKeys*>(reinterpret_cast<unsigned char*>(values_arrived()) + kVectorBytes);
+  }
   __device__ __forceinline__ int length_q() const { return static_cast<int>(p.seqlen_q); }
   __device__ __forceinline__ int length_k() const { return static_cast<int>(p.seqlen_k); }
 
@@ -102,18 +108,21 @@ struct HeadsForward {
     if (threadIdx.x == 0) {
       ptx::barrier_init(values_arrived(), static_cast<int>(blockDim.x));
       Dropping::start_head(p, work.b, dropout());
+      if constexpr (kTakesMask) isolated_keys()->start();
     }
     ptx::cp_async_wait<1>();
     __syncthreads();
-    ptx::barrier_arrive_copied(values_arrived());
+    arrive_with_values();
 #pragma unroll 1
     for (int number = work.first + warp; number < end_of_units(); number += plan.warps) compute_unit(number);
     ptx::cp_async_wait<0>();  // also of a warp that has no unit
   }
 
+  __device__ __forceinline__ int padded_keys() const { return (length_k() + kLeastKeys - 1) / kLeastKeys * kLeastKeys; }
+
   // Starts copying keys and the queries of the first unit of each warp, and then values.
   __device__ __forceinline__ void load() {
-    const int padded = (length_k() + kLeastKeys - 1) / kLeastKeys * kLeastKeys;
+    const int padded = padded_keys();
     load_queries(work.first + warp);
     load_bias(work.first + warp);
     load_rows<Tile>(block_team(), k_tile, row_pointer<const T>(p.k, work.b, work.hk, 0), p.k.row_stride, length_k(),
@@ -139,6 +148,18 @@ struct HeadsForward {
       scoring.hold(plan.bias, to);
       sm80::load_bias(warp_team(), plan.bias, to, from, p.bias.row_stride, min(kRowStep, length_q() - row), length_k());
     }
+  }
+  // Arrives at the barrier for values when those that this thread has copied are there. With a Mask it looks at them
+  // first.
+  __device__ __forceinline__ void arrive_with_values() const {
+    if constexpr (kTakesMask) {
+      if (p.has_intervals()) {
+        ptx::cp_async_wait<0>();
+        isolated_keys()->template isolate<Tile>(v_tile, padded_keys());
+        return ptx::barrier_arrive(values_arrived());
+      }
+    }
+    ptx::barrier_arrive_copied(values_arrived());
   }
   // Waits for the values before a warp's first product with them.
   __device__ __forceinline__ void await_values() {
@@ -186,7 +207,16 @@ struct HeadsForward {
       load_bias(number + plan.warps);
       ptx::cp_async_commit();
     }
+    if constexpr (kTakesMask) {
+      if (p.has_intervals() && has_values) {
+        isolated_keys()->poison(out[0], IntervalMask(mask(), pairs()), now.row + quad());
+      }
+    }
     store();
+  }
+  // The intervals of keys for the rows of the unit, from key 0 on.
+  __device__ __forceinline__ const int2* pairs() const {
+    return IntervalPairs(p, ptx::opaque(work.b), ptx::opaque(work.hk), 0).head(ptx::opaque(now.h));
   }
   // A step with fewer keys than the others, if as many are left.
   template <int kCount>
@@ -201,6 +231,9 @@ struct HeadsForward {
   template <int kCount>
   __device__ __forceinline__ void step(int key) {
     float x[1][kCount / 8][4];
+    if constexpr (kTakesMask) {
+      if (p.has_intervals() && seen_rows(key).is_none()) return;
+    }
     const auto coordinates = [&] { return TileCoordinates{work.b, now.h, mask(), ptx::opaque(now.row), key}; };
     const auto begun = scoring.begin(p, coordinates);
     const T* const keys = k_tile + key * Tile::kStride;
@@ -214,6 +247,9 @@ struct HeadsForward {
     const Limits full = mask().keys_of_all(row, min(row + kRowStep, length_q()));
     if (key < full.begin || key + kCount > full.end)
       hide_keys<true, true>(x, mask(), row + quad(), key + 2 * lane_in_quad());
+    if constexpr (kTakesMask) {
+      if (p.has_intervals()) seen_rows(key).hide(x);
+    }
     // Without tolerance the maximum is the largest logit, for which plain kernels have no register left.
     float shrink[2], sums[2];
     softmax.weigh(
@@ -231,6 +267,10 @@ struct HeadsForward {
     await_values();
     accumulate<Tile, kCount / Core::kK>(
         out, places, [&](int, int k) { return weights[k]; }, v_tile + key * Tile::kStride, 0);
+  }
+
+  __device__ __forceinline__ SeenRows seen_rows(int key) const {
+    return SeenRows(pairs(), ptx::opaque(now.row), key, length_k() - key);
   }
 
   __device__ __forceinline__ void store() {

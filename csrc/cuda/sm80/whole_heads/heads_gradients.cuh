@@ -1,32 +1,51 @@
-// How the backward of whole heads makes weights and dS of a step: what a policy of gradients has.
-//   Rule                 the kernel's argument, of(p, keys): the rule of scores and the factors of sums
+// How the backward of whole heads makes weights and dS of a step: what a policy of gradients has. An object is of a
+// warp and a tile of queries.
+//   Rule                 the kernel's argument, of(p, plan): the rule of scores and the factors of sums
 //   statistics(words)    of a row: the number that is subtracted from its logits, and what is subtracted after it
+//   sees_some(row, rows) whether some of these rows of the sequence see a key of the warp, as far as a Mask says
 //   begin(kernel, tile, query)
 //                        before the products of the queries from `query` on, within the tile: what is read ahead
 //   weigh_and_differentiate(kernel, tile, now, query, begun, weights, dscores)
 //                        S^T of these queries becomes P^T with dropout applied, and dP^T becomes dS^T
+//   finish(p, rule, b, h, part, key)
+//                        after the last step: stores sums over the scores, for the gradients of biases. part: the warp
+//                        and the tile of queries, as one number; key: the lane's first
 #pragma once
 
 #include "cuda/score/large_rows.cuh"
 #include "cuda/score/scores.cuh"
 #include "cuda/sm80/shared/dropout_policy.cuh"
 #include "cuda/sm80/shared/general_gradients.cuh"
+#include "cuda/sm80/whole_heads/heads_masks.cuh"
 #include "cuda/sm80/whole_heads/plan.h"
 
 namespace flashattn_ext::sm80 {
 
-// The base of policies that read nothing ahead.
-struct NothingAhead {
+// Delta of every row, for the gradients of sinks and of biases, which launches after the kernel's compute.
+inline BackwardWorkspace delta_workspace(const AttnGradParams& p) { return {p, kRowStep, 0, 1}; }
+// With the sums of each warp over the scores of each tile of queries. A sequence is one tile of keys.
+inline GeneralWorkspace heads_workspace(const AttnGradParams& p, const HeadsBackwardPlan& plan) {
+  return {p, delta_workspace(p), plan.keys, plan.warps() * plan.tiles};
+}
+
+// The base of policies without a Mask that read nothing ahead and sum nothing up.
+struct StatelessGradients {
+  template <class... Arguments>
+  __device__ __forceinline__ StatelessGradients(const Arguments&...) {}
   template <class... Arguments>
   static __device__ __forceinline__ Nothing begin(const Arguments&...) {
     return {};
   }
+  static __device__ __forceinline__ constexpr bool sees_some(int, int) { return true; }
+  template <class... Arguments>
+  static __device__ __forceinline__ void finish(const Arguments&...) {}
 };
 
 // Calls without an option of a score.
-struct PlainHeadGradients : NothingAhead {
+struct PlainHeadGradients : StatelessGradients {
+  using StatelessGradients::StatelessGradients;
   struct Rule : ScoreRule<float, PlainProducts<false>> {
-    static Rule of(const AttnGradParams& p, int) { return {ScoreRule::of(p)}; }
+    static Rule of(const AttnGradParams& p, const HeadsBackwardPlan&) { return {ScoreRule::of(p)}; }
     __device__ __forceinline__ float gradient_scale() const { return softmax_scale; }
     static __device__ __forceinline__ float keep_scale() { return 1; }
   };
@@ -61,12 +80,10 @@ struct PlainHeadGradients : NothingAhead {
   }
 };
 
-// Options of a score, biases and dropout, found out at run time, with the gradient of a bias of any shape.
+// Every option but a BlockMask, found out at run time.
 struct GeneralHeadGradients {
-  struct Rule : GeneralWorkspace {  // without buffers
-    static Rule of(const AttnGradParams& p, int keys) {
-      return {GeneralWorkspace(p, BackwardWorkspace(p, kRowStep, kRowStep, 1), keys, 1)};
-    }
+  struct Rule : GeneralWorkspace {
+    static Rule of(const AttnGradParams& p, const HeadsBackwardPlan& plan) { return {heads_workspace(p, plan)}; }
     __device__ __forceinline__ float gradient_scale() const { return BackwardWorkspace::gradient_scale; }
     __device__ __forceinline__ float keep_scale() const { return BackwardWorkspace::keep_scale; }
   };
@@ -74,10 +91,27 @@ struct GeneralHeadGradients {
     return {words.top, second_word(words)};
   }
 
-  // Slopes and a relative bias have no gradients here.
-  struct NoCentres {
-    static __device__ __forceinline__ float2 pair(Centre, int) { return {}; }
+  // The centres of a lane's rows (rules/bias.h), which are read where a gradient needs them.
+  struct CentresInMemory {
+    const AttnGradParams& p;
+    int b, h, row;  // row: of the lane's first score
+
+    __device__ __forceinline__ float2 pair(Centre which, int n) const {
+      return {centre(which, row + 8 * n), centre(which, row + 8 * n + 1)};
+    }
+    __device__ __forceinline__ float centre(Centre which, int at) const {
+      return p.centres.data && at < p.seqlen_q ? row_pointer<const float>(p.centres, b, h, at)[which] : 0.f;
+    }
   };
+
+  SeenQueriesOfKeys seen;
+  BiasSums<1, true> sums;
+
+  // key: the warp's first.
+  __device__ __forceinline__ GeneralHeadGradients(const AttnGradParams& p, const Mask32& mask, int b, int hk, int h,
+                                                  int key)
+      : seen(IntervalMask(mask, IntervalPairs(p, b, hk, 0).head(h)), key) {}
+  __device__ __forceinline__ bool sees_some(int row, int rows) const { return seen.sees_some(row, rows); }
 
   template <class Kernel, class Tile>
   static __device__ __forceinline__ auto begin(const Kernel& kernel, const Tile& tile, int query) {
@@ -87,18 +121,22 @@ struct GeneralHeadGradients {
     return bias;
   }
   template <class Kernel, class Tile, class Stage, class Bias, int N>
-  static __device__ __forceinline__ void weigh_and_differentiate(const Kernel& kernel, const Tile& tile,
-                                                                 const Stage& now, int query, const Bias& bias,
-                                                                 float (&weights)[1][N][4], float (&dscores)[1][N][4]) {
-    using Gradient = TileBiasGradient<Bias, typename Bias::Element, 1, N, RelativeGradient::kInAnyOrder, NoCentres>;
-    const int row = tile.row + query, key = kernel.key(), first = query + 2 * lane_in_quad();
+  __device__ __forceinline__ void weigh_and_differentiate(const Kernel& kernel, const Tile& tile, const Stage& now,
+                                                          int query, const Bias& bias, float (&weights)[1][N][4],
+                                                          float (&dscores)[1][N][4]) {
+    using Gradient =
+        TileBiasGradient<Bias, typename Bias::Element, 1, N, RelativeGradient::kInAnyOrder, CentresInMemory>;
+    const int row = tile.row + query, first = query + 2 * lane_in_quad();
     if (has_mark<8 * N>(now.log2_sum + query)) clear_rows_of_one_weight(dscores, now.log2_sum + query);
-    BiasSums<1, true> sums;
-    Gradient gradient{kernel.p, bias, kernel.rule, NoCentres(), kernel.b, tile.h, true, sums};
-    OptionalDropout::Columns<1> dropping(kernel.p, kernel.b, tile.h, key, row);
+    const CentresInMemory centres{kernel.p, kernel.b, tile.h, tile.row + first};
+    Gradient gradient{kernel.p, bias, kernel.rule, centres, kernel.b, tile.h, true, sums};
+    OptionalDropout::Columns<1> dropping(kernel.p, kernel.b, tile.h, kernel.key(), row);
     flashattn_ext::weigh_and_differentiate<typename Bias::Element, true>(
         weights, dscores, kernel.rule.score, bias, gradient, now.lse + first, now.log2_sum + first, now.delta + first,
-        SeenBy<1>(kernel.mask(), row + 2 * lane_in_quad(), key + quad()), dropping);
+        seen.from(row + 2 * lane_in_quad()), dropping);
+  }
+  __device__ __forceinline__ void finish(const AttnGradParams& p, const Rule& rule, int b, int h, int part, int key) {
+    end_head(sums, p, rule, b, h, b, part, key, static_cast<int>(p.seqlen_k));
   }
 };
 

@@ -25,7 +25,7 @@ struct HeadsPolicies<kPlain> {
   using Gradients = PlainHeadGradients;
 };
 template <>
-struct HeadsPolicies<kUnmasked> {
+struct HeadsPolicies<kUnlisted> {
   using Mask = Mask32;
   using Dropping = OptionalDropout;
   template <class T, int kKeys>

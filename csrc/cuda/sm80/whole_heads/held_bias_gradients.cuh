@@ -174,13 +174,14 @@ struct HeldBiasGradient {
 #endif
 };
 
-struct BiasedHeadGradients : NothingAhead {
+struct BiasedHeadGradients : StatelessGradients {
+  using StatelessGradients::StatelessGradients;
   struct Rule {
     float softmax_scale, factor;
     bool dbias_is_sum;
 
-    static Rule of(const AttnGradParams& p, int keys) {
-      const GeneralWorkspace workspace(p, BackwardWorkspace(p, kRowStep, kRowStep, 1), keys, 1);
+    static Rule of(const AttnGradParams& p, const HeadsBackwardPlan& plan) {
+      const GeneralWorkspace workspace = heads_workspace(p, plan);
       return {workspace.score.softmax_scale, workspace.score.factor, workspace.dbias_is_sum};
     }
     __device__ __forceinline__ float gradient_scale() const { return softmax_scale; }

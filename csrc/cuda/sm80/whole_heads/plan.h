@@ -16,16 +16,14 @@ constexpr int kRowStep = 16;
 FLASHATTN_HOST_DEVICE constexpr int whole_steps(int rows) { return (rows + kRowStep - 1) / kRowStep * kRowStep; }
 
 // Whether the backward of whole heads may run a call, for the options of a row of the table. It reads whole vectors of
-// `out`, and forms the gradient of a bias of any shape unless rows share it, and no gradient of other biases.
+// `out`. With few keys other kernels have a more accurate delta (find_delta_of_few_keys).
 inline bool runs_in_whole_heads(const AttnGradParams& p) {
-  const bool of_keys = p.dbias.data && p.dbias.row_stride == 0 && p.seqlen_q > 1;
-  return may_run_short_kernels(p) && !of_keys && !p.dalibi_slopes && !p.drelative_bias &&
-         rows_are_aligned(p.out, p.head_dim_v, 2);
+  return may_run_short_kernels(p) && !sums_rows_of_few_keys(p) && rows_are_aligned(p.out, p.head_dim_v, 2);
 }
 
 // `call`, changed so that it runs the kernel for every option.
 inline KernelCall with_every_option(KernelCall call) {
-  call.options = call.options | kUnmasked;
+  call.options = call.options | kUnlisted;
   return call;
 }
 // The call whose row is the kernel of `call`. The kernels for a bias alone hold it in shared memory: they take a bias
@@ -35,7 +33,15 @@ inline KernelCall heads_call(const AttnParams& p, const KernelCall& call, int64_
   const bool may_hold_bias = p.bias.data && p.bias.dtype == p.dtype && p.seqlen_k <= most_keys;
   return call.options == kPlain || may_hold_bias ? call : with_every_option(call);
 }
+// In a backward: these kernels form no gradient that all rows share.
+inline KernelCall heads_call(const AttnGradParams& p, const KernelCall& call, int64_t most_keys) {
+  const bool of_keys = p.dbias.data && p.dbias.row_stride == 0 && p.seqlen_q > 1;
+  return of_keys ? with_every_option(call) : heads_call(static_cast<const AttnParams&>(p), call, most_keys);
+}
 constexpr bool holds_bias(Options kernel) { return kernel == kAnyBias; }
+constexpr bool takes_mask(Options kernel) { return includes(kernel, kIntervals); }
+// Bytes of one bit for each key.
+constexpr int kMarkBytes = 256 / 8;
 
 // How the bias of a tile of queries gets into shared memory: the vectors of each row, where rows are whole vectors
 // apart in memory; the vectors of all rows together, where one row follows another; single elements otherwise.
@@ -63,6 +69,7 @@ struct HeadBiasPlan {
 struct HeadsForwardPlan : UnitPlan {
   int warps;  // of a thread block
   HeadBiasPlan bias;
+  int mark_bytes;
 
   // Warps have two units each or, of longer sequences, three or four, so that the copies of one thread block overlap
   // the products of others. A warp with one unit is faster where a multiprocessor has few. Thread blocks of long
@@ -85,12 +92,13 @@ struct HeadsForwardPlan : UnitPlan {
     const int parts = static_cast<int>(tile_count(all, warps * rounds));
     const int keys = whole_steps(whole_steps(static_cast<int>(p.seqlen_k)) / 2) * 2;  // of steps of at least 32 too
     const HeadBiasPlan bias = holds_bias(kernel) ? HeadBiasPlan::of(p, keys) : HeadBiasPlan();
-    return {{parts, (all + parts - 1) / parts, units, group, keys}, warps, bias};
+    return {{parts, (all + parts - 1) / parts, units, group, keys}, warps, bias, takes_mask(kernel) ? kMarkBytes : 0};
   }
   // columns: the class of head dims, of 16-bit elements. Behind the tiles come the generator of dropout and a barrier,
-  // and the bias.
+  // and marks of keys or the bias.
   int64_t shared_bytes(int columns) const {
-    return int64_t{2 * keys + warps * kRowStep} * columns * 2 + 32 + int64_t{warps} * bias.tile_bytes(kRowStep);
+    return int64_t{2 * keys + warps * kRowStep} * columns * 2 + 32 + mark_bytes +
+           int64_t{warps} * bias.tile_bytes(kRowStep);
   }
 };
 
