@@ -90,3 +90,22 @@ def test_what_a_document_holds_stays_in_it(isa: str, dtype: torch.dtype, softcap
     assert not got[0][:, inside].isfinite().any()
     for name, x, expected in zip(("out", "lse", "dq", "dk", "dv"), got, clean, strict=True):
         assert_same_bits(x[:, ~inside], expected[:, ~inside], name)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("Sq,Sk", [(16, 64), (25, 196), (64, 64), (33, 300)])
+def test_the_gradient_of_a_relative_bias_leaves_that_of_a_bias_of_keys(
+    isa: str, dtype: torch.dtype, Sq: int, Sk: int
+) -> None:
+    """Query 0 alone sees nearly all keys, so that most lanes of their sums are 0. The reach exceeds all distances."""
+    keys = torch.arange(Sk)
+    mask = Mask(torch.stack([0 * keys, torch.where(keys % 16 == 5, Sq, 1)], -1).int()[None, None])
+    q, k, v, dout = (torch.randn(1, length, 2, 16, dtype=dtype) for length in (Sq, Sk, Sk, Sq))
+    relative_bias, bias = torch.randn(2, 801, dtype=torch.float64).to(dtype), torch.randn(1, 1, 1, Sk, dtype=dtype)
+    found = []
+    for needs_relative in (True, False):
+        leaves = [bias.clone().requires_grad_(), relative_bias.clone().requires_grad_(needs_relative)]
+        out = flashattn_ext.forward(q, k, v, mask=mask, bias=leaves[0], relative_bias=leaves[1])
+        found.append(torch.autograd.grad(out, leaves[: 1 + needs_relative], dout)[0])
+    assert found[0].abs().min() > 0
+    assert_same_bits(found[0], found[1])

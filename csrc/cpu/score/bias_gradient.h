@@ -194,7 +194,7 @@ class BiasGradient {
 
   void sum_diagonals(const TilePlace& place) {
     const HeadBias<Real> head = bias();
-    for (int64_t n = 0; n < places_.count; ++n) {
+    for (int64_t n = 1; n < places_.count; ++n) {  // no score is on number 0, whose distance relative_ may not have
       double sum = 0;
       for (int64_t copy = 0; copy < kCopies; ++copy) {
         sum += static_cast<double>(diagonals_[copy * places_.count + n]);

@@ -24,7 +24,7 @@ struct PanelOrigin {
   int64_t row, key;
 };
 
-// The diagonals of a tile: number `of(key, lane)` holds the scores of one distance.
+// The diagonals of a tile: number `of(key, lane)`, from 1 on, holds the scores of one distance.
 struct Diagonals {
   explicit Diagonals(const TileSize& size) : count(size.queries + size.keys), keys(size.keys) {}
 
