@@ -69,22 +69,23 @@ struct DecodeScratch {
         units(w.units),
         columns_v(w.columns_v),
         q(carve->take<Unit>(rows * units)),
-        staged_k(carve->take<Staged>(kDecodeKeys * units * Op::kPack)),
-        staged_v(carve->take<Staged>(kDecodeKeys * columns_v)),
+        q_row(carve->take<Unit>(units)),
         scores(carve->take<Real>(rows * tile)),
-        pairs(carve->take<Unit>(Op::kPack == 2 ? rows * tile / 2 : 0)) {}
+        pairs(carve->take<Unit>(Op::kPack == 2 ? rows * tile / 2 : 0)),
+        staged_k(carve->take<Staged>(kDecodeKeys * units * Op::kPack)),
+        staged_v(carve->take<Staged>(kDecodeKeys * columns_v)) {}
 
   int64_t rows, units, columns_v;
-  Unit* q;                      // [rows][units]
-  Staged *staged_k, *staged_v;  // [kDecodeKeys][columns]: rows padded to whole vectors, and all rows of fp8
+  Unit *q, *q_row;              // [rows][units], [units]
   Real* scores;                 // [rows][tile], later weights
   Unit* pairs;                  // [rows][tile / 2]: pairs of weights, bfloat16 only
+  Staged *staged_k, *staged_v;  // [kDecodeKeys][columns]: rows padded to whole vectors, and all rows of fp8
 
-  // Copies row r of the block of head number n to `to`, with zeros after it; zeros alone for a row of padding.
-  FLASHATTN_SHARED void stage_query(const DecodeItem& item, int64_t n, int64_t r, Unit* to) const {
+  // Copies row r of the block of head number n to q_row, with zeros after it; zeros alone for a row of padding.
+  FLASHATTN_SHARED void stage_query(const DecodeItem& item, int64_t n, int64_t r) const {
     using Element = typename StagedElement<Op>::Type;
     const DecodeParams& p = item.p;
-    auto* const row = reinterpret_cast<Element*>(to);
+    auto* const row = reinterpret_cast<Element*>(q_row);
     const bool there = r < item.row_count;
     if (there) {
       with_type_of_q<In>(p, [&](auto element) {
@@ -96,12 +97,13 @@ struct DecodeScratch {
     std::fill(row + (there ? p.head_dim : 0), row + units * Op::kPack, Element{});
   }
 
-  // The rows of keys, or of values, of head number n for a group of `count` keys: those of the first head are `rows`.
-  // pointers: storage of the result.
+  // The first kKeys rows of keys, or the rows of values, of head number n for a group of `count` keys: those of the
+  // first head are `rows`. pointers: storage of the result.
+  template <int64_t kKeys>
   const Staged* const* keys_of(const DecodeItem& item, const In* const* rows, int64_t count, int64_t n,
                                const Staged** pointers) const {
-    return rows_of_head<kDecodeKeys>(rows, n * item.p.k.head_stride, count, item.p.head_dim, units * Op::kPack,
-                                     staged_k, pointers);
+    return rows_of_head<kKeys>(rows, n * item.p.k.head_stride, count, item.p.head_dim, units * Op::kPack, staged_k,
+                               pointers);
   }
   const Staged* const* values_of(const DecodeItem& item, const In* const* rows, int64_t count, int64_t n,
                                  const Staged** pointers) const {

@@ -81,7 +81,8 @@ class InvariantSums : public DecodeItem {
 
   void start() {
     for_rows([&](int64_t n, int64_t r, int64_t row) {
-      scratch.stage_query(*this, n, r, scratch.q + row * scratch.units);
+      scratch.stage_query(*this, n, r);
+      std::memcpy(scratch.q + row * scratch.units, scratch.q_row, scratch.units * sizeof(*scratch.q));
       const RowStart<Real> start(p, head_of(n, r));
       scratch.max[row] = start.max;
       scratch.sum[row] = start.sum;
@@ -95,7 +96,7 @@ class InvariantSums : public DecodeItem {
   // The scores of the keys from number j of the tile on, for head n of the item.
   void score_group(const Tile& tile, int64_t j, int64_t n, Ahead<In>* ahead) {
     const Staged* pointers[kDecodeKeys];
-    const Staged* const* const k = scratch.keys_of(*this, tile.k + j, tile.count - j, n, pointers);
+    const auto* const k = scratch.template keys_of<kDecodeKeys>(*this, tile.k + j, tile.count - j, n, pointers);
     RowScores<Staged, Op>::run(scratch.scores + n * head_rows * scratch.keys + j, scratch.keys,
                                scratch.q + n * head_rows * scratch.units, row_count, scratch.units, k, scratch.rest,
                                scratch.used(ahead));

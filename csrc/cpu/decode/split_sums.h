@@ -15,15 +15,13 @@ struct SplitScratch : DecodeScratch<In, Op> {
 
   SplitScratch(const DecodeWorkspace<In, Op>& w, void* base) : SplitScratch(w, ScratchCarver(base)) {}
 
-  typename Op::Unit* q_row;  // [units]
-  Real *max, *sums;          // [rows][W], running values per lane; a band uses the first W of its rows
-  uint32_t* hidden;          // [rows]: bit j is set if the row does not see key j of the group
+  Real *max, *sums;  // [rows][W], running values per lane; a band uses the first W of its rows
+  uint32_t* hidden;  // [rows]: bit j is set if the row does not see key j of the group
   int64_t bytes;
 
  private:
   SplitScratch(const DecodeWorkspace<In, Op>& w, ScratchCarver carve)
       : DecodeScratch<In, Op>(w, kDecodeKeys, &carve),
-        q_row(carve.take<typename Op::Unit>(w.units)),
         max(carve.take<Real>(this->rows * W)),
         sums(carve.take<Real>(this->rows * W)),
         hidden(carve.take<uint32_t>(this->rows)),
@@ -57,7 +55,7 @@ class SplitSums : public DecodeItem {
       for_bands<W>(row_count, [&](auto band, int64_t first) {
         constexpr int R = decltype(band)::value;
         for (int64_t r = 0; r < R; ++r) {
-          scratch.stage_query(*this, n, first + r, scratch.q_row);
+          scratch.stage_query(*this, n, first + r);
           BandProduct<Staged, Op, R>::place_row(scratch.q + (n * head_rows + first) * scratch.units, r, scratch.q_row,
                                                 scratch.units);
         }
@@ -76,17 +74,18 @@ class SplitSums : public DecodeItem {
                (p.has_intervals() && end + keys.first_interval > 0);
     hides = 0;
   }
-  void score_group(const Tile& tile, int64_t, int64_t n, Ahead<In>* ahead) {
+  // Not inlined: in the registers of the loop over heads the state of `ahead` would displace that of the products.
+  FLASHATTN_SHARED void score_group(const Tile& tile, int64_t, int64_t n, Ahead<In>* ahead) {
     const Staged* pointers[kDecodeKeys];
-    const Staged* const* const k = scratch.keys_of(*this, tile.k, tile.count, n, pointers);
     const V factor = S::set1(rule.factor);
     [[maybe_unused]] const V descale = S::set1(static_cast<Real>(descale_of_products<In>(p, batch, first_head + n)));
     for (int64_t j = 0; j < tile.count; j += kScoredKeys) {
+      const auto* const k = scratch.template keys_of<kScoredKeys>(*this, tile.k + j, tile.count - j, n, pointers);
       for_bands<W>(row_count, [&](auto band, int64_t first) {
         constexpr int R = decltype(band)::value;
         const int64_t row = n * head_rows + first;
         BandProduct<Staged, Op, R>::scores(scratch.scores + row * kDecodeKeys + j * R, scratch.q + row * scratch.units,
-                                           scratch.units, k + j, first == 0 ? scratch.used(ahead) : nullptr,
+                                           scratch.units, k, first == 0 ? scratch.used(ahead) : nullptr,
                                            [&](V product) {
                                              if constexpr (kIsFloat8<In>) product = product * descale;
                                              return rule.stored(product) * factor;
