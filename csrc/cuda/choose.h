@@ -289,23 +289,30 @@ class Chooser {
   // mma.sync, beside sm80/ and sm90/: 64x256 8x32 26.6, 42.6 and 36.2; 32x256 16x64 58 and 48 (sm80/); 128x64
   // 16x128 39.5, 73.9 and 48.0. With options, beside sm90/: a bias 256x64 6x32 24.8 and 47.1, 64x96 12x64 33.1
   // and 28.6, by its own kernel 128x128 4x32 16.1 and 19.5, but 64x128 8x64 30.1 and 20.4; one whose rows TMA cannot
-  // copy 64x197 12x64 142 and 180, 64x227 4x32 52.8 and 61.6, but 16x255 12x32 62.7 and 53.9. Beside sm80/: 64x256
+  // copy 64x197 12x64 142 and 180, 64x227 4x32 52.8 and 61.6, but 16x255 12x32 62.7 and 53.9. Slopes
+  // 64x197 12x32 70 and 85, 64x96 12x64 28.0 and 24.6; documents 64x128 12x32 46.5 and 34.1. Beside sm80/: 64x256
   // 12x64 145 and 181; but dropout 64x128 12x64 41.9 and 36.0.
   int64_t most_keys_of_whole_heads(const AttnParams& p, Options kernel, int columns) const {
     const Options options = options_of(p);
     if (kernel == kPlain && is_hopper()) return columns > 64 ? (p.seqlen_q <= 512 ? 64 : 0) : columns > 32 ? 80 : 256;
     if (kernel == kPlain) return columns > 64 ? 128 : columns > 32 ? 208 : 256;
     if (is_hopper() && options & kOtherBiasOrOrigin) return columns > 32 ? 208 : 232;
-    if (is_hopper()) return columns > 32 ? 64 : kernel == kAnyBias ? 128 : 96;
+    if (is_hopper() && columns > 32) return 64;
+    if (is_hopper()) return kernel == kAnyBias ? 128 : options == kScores ? 208 : 96;
     return options & (kScores | kBias | kOtherBiasOrOrigin) ? 256 : 96;
   }
   // The backward, beside sm80/ and the faster ones of sm90/: 64x197 12x32 87.8, 174 and 101; 64x256 8x32 68.4, 132 and
   // 64.7; 64x96 12x64 67.5, 103 and 70.0; 64x128 12x64 78.5, 124 and 67.9. With dropout beside sm80/: 64x64 12x64 42.5
-  // and 67.6, 64x96 102 and 90. A bias alone, with the forward: 64x256 4x32 119 and 226. Masks were not timed.
+  // and 67.6, 64x96 102 and 90. A bias alone, with the forward: 64x256 4x32 119 and 226. On
+  // Hopper, with the forward: documents 64x96 12x32 81.7 and 124, 64x128 12x32 139 and 129, 64x96 12x64 142 and 134;
+  // slopes 64x96 12x32 88.5 and 122; a bias of keys 64x96 12x64 146 and 240, 64x128 12x64 185 and 255.
   int64_t most_keys_of_whole_heads(const AttnGradParams& p, Options kernel, int columns) const {
     if (kernel == kPlain) return is_hopper() ? (columns > 32 ? 96 : 208) : columns > 64 ? 128 : 256;
     if (kernel == kAnyBias) return 256;
-    return !is_hopper() && options_of(p) & (kScores | kBias | kOtherBiasOrOrigin) ? 128 : 64;
+    const Options options = options_of(p);
+    if (!is_hopper()) return options & (kScores | kBias | kOtherBiasOrOrigin) ? 128 : 64;
+    if (options & kDropout) return 64;
+    return sm80::has_gradient_of_keys(p) ? 128 : columns > 32 ? 64 : 96;
   }
   // A thread block of the backward walks over all queries of a KV head: 64x256:64 8x64 60.0, 92.9 and 41.8; 64x512:64
   // 8x64 109, 169 and 69; 4x4096:77 8x64 364, 306 and 119.

@@ -64,6 +64,7 @@ int main() {
         if (number("bias", 0) == 32) call.bias.dtype = DType::kFloat32;
       }
       call.softcap = static_cast<double>(number("softcap", 0));
+      if (number("dropout", 0)) call.dropout_threshold = 128;
       call.invariant = number("invariant", 0) != 0;
       call.deterministic = number("deterministic", 0) != 0;
     };
@@ -209,7 +210,11 @@ CALLS = {
     "backward Sq=64 Sk=16 D=64 slopes=1": "tiles kSm80Backward aligned 0",
     "backward Sq=64 Sk=64 D=64 slopes=1 deterministic=1": "tiles kSm90Backward aligned 0",
     "backward Sq=64 Sk=64 D=64 bias=1 bias_of_keys=1": "tiles kSm80HeadsBackward aligned 0",
-    "backward Sq=128 Sk=128 D=64 bias=1 bias_of_keys=1": "tiles kSm80Backward aligned 0",
+    "backward Sq=128 Sk=128 D=64 bias=1 bias_of_keys=1": "tiles kSm80HeadsBackward aligned 0",
+    "backward Sq=96 Sk=96 D=32 mask=1": "tiles kSm80HeadsBackward aligned 0",
+    "backward Sq=96 Sk=96 D=32 mask=1 dropout=1": "tiles kSm90Backward aligned 0",
+    "forward Sq=197 Sk=197 D=32 softcap=30": "tiles kSm80HeadsForward aligned 0",
+    "forward Sq=197 Sk=197 D=32 softcap=30 mask=1": "tiles kSm90Forward aligned 0",
     "backward Sq=64 Sk=64 softcap=30 D=64": "tiles kSm80HeadsBackward aligned 0",
     "backward Sq=65 Sk=65 softcap=30 D=64": "tiles kSm90Backward aligned 0",
     "backward Sq=128 Sk=128 softcap=30 D=64 sm80=1": "tiles kSm80HeadsBackward aligned 0",

@@ -33,10 +33,14 @@ inline KernelCall heads_call(const AttnParams& p, const KernelCall& call, int64_
   const bool may_hold_bias = p.bias.data && p.bias.dtype == p.dtype && p.seqlen_k <= most_keys;
   return call.options == kPlain || may_hold_bias ? call : with_every_option(call);
 }
-// In a backward: these kernels form no gradient that all rows share.
+// Whether a call has the gradient of a bias that all rows share.
+inline bool has_gradient_of_keys(const AttnGradParams& p) {
+  return p.dbias.data && p.dbias.row_stride == 0 && p.seqlen_q > 1;
+}
+// In a backward: the kernels that hold a bias do not form that gradient.
 inline KernelCall heads_call(const AttnGradParams& p, const KernelCall& call, int64_t most_keys) {
-  const bool of_keys = p.dbias.data && p.dbias.row_stride == 0 && p.seqlen_q > 1;
-  return of_keys ? with_every_option(call) : heads_call(static_cast<const AttnParams&>(p), call, most_keys);
+  return has_gradient_of_keys(p) ? with_every_option(call)
+                                 : heads_call(static_cast<const AttnParams&>(p), call, most_keys);
 }
 constexpr bool holds_bias(Options kernel) { return kernel == kAnyBias; }
 constexpr bool takes_mask(Options kernel) { return includes(kernel, kIntervals); }
