@@ -35,22 +35,17 @@ COMPILER = os.environ.get("CXX", "c++")
 SOURCES = [
     "csrc/module/torch.cpp",
     # On other architectures the sources of an instruction set compile to empty objects.
-    "csrc/cpu/inst/generic.cpp",
     "csrc/cpu/inst/avx512.cpp",
     "csrc/cpu/inst/neon.cpp",
+    "csrc/cpu/inst/generic.cpp",
     "csrc/cpu/inst/avx2.cpp",
     "csrc/cpu/inst/avx512_bf16.cpp",
     "csrc/cpu/inst/neon_bf16.cpp",
     "csrc/cpu/inst/avx512_derivatives.cpp",
     "csrc/cpu/inst/neon_derivatives.cpp",
     "csrc/cpu/inst/avx2_derivatives.cpp",
+    "csrc/cpu/cpu.cpp",
     "csrc/backend/backend.cpp",
-    "csrc/cpu/caches.cpp",
-    "csrc/cpu/dispatch.cpp",
-    "csrc/cpu/dropout_mask.cpp",
-    "csrc/cpu/isa.cpp",
-    "csrc/cpu/peak.cpp",
-    "csrc/cpu/tile_size.cpp",
 ]
 
 

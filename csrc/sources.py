@@ -10,7 +10,7 @@ of head dims and group of options, so that sources compile in parallel. The buil
     python3 csrc/sources.py nvcc NVCC... ARGUMENTS  runs nvcc for the architectures that the source of the call is for; nvcc-once:
                                                     for the first of them, without object files, the same host code once, and
                                                     with -Ofc=max, if it is there, where no machine code is read
-    python3 csrc/sources.py spills LOG...           fails if a kernel in logs of `nvcc -Xptxas -v` spills more than its row allows
+    python3 csrc/sources.py spills LOG...           fails if a kernel in logs of `nvcc -Xptxas=-v` spills more than its row allows
     python3 csrc/sources.py page                    prints docs/cuda_kernels.md
 """
 
@@ -64,6 +64,7 @@ CXX_FLAGS = [
 ]
 NVCC_FLAGS = ["-std=c++17", "-O3"]
 FAST = "-Ofc=max"  # nvcc's option to compile device code in the least time
+PRINTS_REGISTERS = "-Xptxas=-v"
 
 # The includes of the functions that a private build leaves out.
 LEFT_OUT = """#include <cuda_bf16.h>
@@ -191,14 +192,15 @@ def joined_for_build(instances: dict[str, str]) -> dict[str, str]:
 
 
 def joined_for_check(instances: dict[str, str]) -> dict[str, str]:
-    """Up to six sources as one. They have the same limit for kernels without a row; their host code is compiled for all or for none."""
-    host_code = sources_with_host_code()
-    return joined(
-        instances,
-        lambda name: (most_spilled(row.spill for row, _ in rows_of(Path(name))), name in host_code),
-        lambda _: 1,
-        MOST_JOINED,
-    )
+    """Up to six sources as one. Their host code is compiled for all or for none, and their machine code is read for all, with the same limit
+    for kernels without a row, or for none.
+    """
+
+    def kind(name: str) -> Hashable:
+        limit = most_spilled(row.spill for row, _ in rows_of(Path(name)))
+        return is_read(Path(name)), limit if is_read(Path(name)) else None, name in sources_with_host_code()
+
+    return joined(instances, kind, lambda _: 1, MOST_JOINED)
 
 
 def cuda_sources(
@@ -273,7 +275,7 @@ def nvcc_command(arguments: Sequence[str], *, once: bool = False) -> list[str]:
 
     nvcc's -O is for host code alone. That of a source of the table starts kernels: with -O1 it takes half a second less, of 6 to 30.
     `once`: for one target only. The host compiler checks host code and makes no object of it; if another source of the table has
-    the same host code, it is not called. An argument -Ofc=max stays for sources whose machine code is not read.
+    the same host code, it is not called. An argument -Ofc=max stays for sources whose machine code is not read, and -Xptxas=-v for the others.
     """
     sources = [Path(argument) for argument in arguments if argument.endswith(".cu")]
     targets = [argument for argument in arguments if argument.startswith("-gencode=")]
@@ -282,8 +284,7 @@ def nvcc_command(arguments: Sequence[str], *, once: bool = False) -> list[str]:
     if len(sources) == 1 and rows_of(sources[0]):
         command = ["-O1" if argument == "-O3" else argument for argument in command]
     if once and len(sources) == 1:
-        if is_read(sources[0]):
-            command = [argument for argument in command if argument != FAST]
+        command = [argument for argument in command if argument != (FAST if is_read(sources[0]) else PRINTS_REGISTERS)]
         name = first_name(sources[0])
         repeats = name in rows_of_sources(sm90=True) and name not in sources_with_host_code()
         place = command.index("-c")
@@ -292,12 +293,30 @@ def nvcc_command(arguments: Sequence[str], *, once: bool = False) -> list[str]:
 
 
 def is_read(source: Path) -> bool:
-    """Whether tools/check_cuda_sources.sh reads the machine code of a source: what a kernel spills, unless its row allows any number of bytes,
-    and the warnings of ptxas about wgmma. Other kernels show as much without optimisation, which takes most of the time: each becomes
-    machine code, too.
+    """Whether tools/check_cuda_sources.sh --once reads the machine code of a source: what a kernel spills, and the warnings of ptxas about
+    wgmma. Other kernels become machine code without optimisation, which takes most of the time.
     """
-    rows = [row for name in source.stem.split("+") for row, _ in rows_of(Path(name))]
-    return not rows or any(row.architecture == "sm90" or row.spill is not None for row in rows)
+    return not rows_of(source) or any(name in read_sources() for name in source.stem.split("+"))
+
+
+@functools.cache
+def read_sources() -> frozenset[str]:
+    """Of the sources with the same templates the one of the largest head_dim, which has most values in registers. Templates depend on the
+    header, options, type, whether head_dim is above 256, and how the tile divides the work: its first number, of warpgroups or keys, and
+    its words (kApart). Rows without a limit, read for warnings, stand for no row with one. None of kernels for other GPUs whose rows allow
+    any spills, nor of fp16, which has the registers of bf16.
+    """
+    groups: dict[tuple[object, ...], tuple[int, str]] = {}
+    for name, rows in rows_of_sources(sm90=True).items():
+        row, dtype = rows[0]
+        has_limit = any(one.spill is not None for one, _ in rows)
+        if dtype != "fp16" and (row.architecture == "sm90" or has_limit):
+            first, *others = row.tiles[0]
+            words = tuple(other for other in others if not str(other).isdigit())
+            options = SUFFIXES.get(row.options, "")
+            key = (row.header, options, dtype, row.head_dim > 256, first, words, has_limit)
+            groups[key] = max(groups.get(key, (0, "")), (row.head_dim, name))
+    return frozenset(name for _, name in groups.values())
 
 
 @functools.cache

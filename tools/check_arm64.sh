@@ -53,7 +53,7 @@ print(*(f"-isystem {path}" for path in [*include_paths(), sysconfig.get_path("in
   # All kernels as one source, which takes a twentieth of the time: they share most templates.
   printf '#include "%s"\n' ascend_c/inst/*.cpp >"$folder/ascend_kernels.cpp"
   {
-    for source in csrc/cpu/inst/*.cpp csrc/cpu/*.cpp tests/kernels/instruction_sets.cpp; do
+    for source in csrc/cpu/inst/*.cpp csrc/cpu/cpu.cpp tests/kernels/instruction_sets.cpp; do
       echo "$source $folder/$(basename "$source" .cpp).o -std=c++17 $flags"
     done
     # torch's headers have unused parameters.

@@ -3,8 +3,9 @@
 # gives it. Fails if a kernel spills more registers than its row in csrc/cuda/table/kernel_table.h allows. To save time, most of
 # fp16 is left out (is_checked in csrc/sources.py). TILE_CHOICE=1 or 2 compiles with that tile of each row. With --once, kernels
 # that run on every GPU are compiled for the first architecture alone, several in one source, and host code that differs only in
-# dtypes and head dims is given to the host compiler once: nvcc's own front end still checks all of it. Kernels for sm_80 whose rows
-# allow any number of bytes are compiled without optimisation, if this nvcc has an option for it: a sixth of their time.
+# dtypes and head dims is given to the host compiler once: nvcc's own front end still checks all of it. Spills are then those of one
+# source of each kind (read_sources in csrc/sources.py): all others, and kernels for sm_80 whose rows allow any number of bytes, are
+# compiled without optimisation, if this nvcc has an option for it: a sixth of their time.
 #
 #   tools/check_cuda_sources.sh [--once] [ARCHITECTURE...]      default: 80 90a
 set -euo pipefail
@@ -27,7 +28,7 @@ export objects
 compile() {
   local log
   log=$objects/$(basename "$1" .cu).$(basename "$(dirname "$1")").log
-  python3 csrc/sources.py "$nvcc" nvcc -std=c++17 -O3 -Werror all-warnings -Xptxas -v "${@:2}" -c "$1" -o "${log%.log}.o" \
+  python3 csrc/sources.py "$nvcc" nvcc -std=c++17 -O3 -Werror all-warnings -Xptxas=-v "${@:2}" -c "$1" -o "${log%.log}.o" \
     >"$log" 2>&1 || { cat "$log" && exit 255; }
 }
 export -f compile

@@ -13,6 +13,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import warm_python
 from helpers import run_python
 
 ROOT = Path(__file__).parents[2]
@@ -24,6 +25,9 @@ def built() -> None:
 
 
 PRELUDE = """
+import os
+import sys
+sys.executable = os.environ["TEST_PYTHON"]  # the rungs of `doctor` are processes of it, which have torch already
 import device
 import torch
 import flashattn_ext
@@ -44,7 +48,8 @@ def random(*shape):
 def on_device(code: str, soc: str = "Ascend910B3", **env: str) -> str:
     path = f"{ROOT / 'tests' / 'npu'}:{ROOT}"
     # The six rungs of `doctor` are a process each, which on a busy machine take longer than the 120 seconds of run_python.
-    done = run_python(PRELUDE + textwrap.dedent(code), 400, PYTHONPATH=path, TEST_NPU_SOC=soc, **env)
+    env |= {"PYTHONPATH": path, "TEST_NPU_SOC": soc, "TEST_PYTHON": warm_python.interpreter()}
+    done = run_python(PRELUDE + textwrap.dedent(code), 400, **env)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

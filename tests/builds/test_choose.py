@@ -212,7 +212,7 @@ CALLS = {
     "backward Sq=64 Sk=64 D=64 bias=1 bias_of_keys=1": "tiles kSm80HeadsBackward aligned 0",
     "backward Sq=128 Sk=128 D=64 bias=1 bias_of_keys=1": "tiles kSm80HeadsBackward aligned 0",
     "backward Sq=96 Sk=96 D=32 mask=1": "tiles kSm80HeadsBackward aligned 0",
-    "backward Sq=96 Sk=96 D=32 mask=1 dropout=1": "tiles kSm90Backward aligned 0",
+    "backward Sq=96 Sk=96 D=32 mask=1 dropout=1": "tiles kSm80Backward aligned 0",
     "forward Sq=197 Sk=197 D=32 softcap=30": "tiles kSm80HeadsForward aligned 0",
     "forward Sq=197 Sk=197 D=32 softcap=30 mask=1": "tiles kSm90Forward aligned 0",
     "backward Sq=64 Sk=64 softcap=30 D=64": "tiles kSm80HeadsBackward aligned 0",

@@ -66,6 +66,30 @@ class KeyRowsOperand {
   Panels<Op> panels_{};
 };
 
+// The first row of a query tile: an index into the tensors.
+struct FirstRow {
+  int64_t batch, head, row;
+};
+
+// Reads the statistics of `rows` rows, of which lane_count have a place in a vector. delta_of_rows: in the workspace.
+// delta_scale: the factor of delta and dlse (GradientScales).
+template <class Real>
+FLASHATTN_SHARED void load_known_rows(KnownRows<Real>& to, const AttnGradParams& p, FirstRow first, int64_t rows,
+                                      int64_t lane_count, const Real* delta_of_rows, Real delta_scale) {
+  const Real sink = p.sink ? static_cast<const Real*>(p.sink)[first.head] : Real(0);
+  const bool has_sink = p.has_sink && sink_counts(sink);
+  for (int64_t i = 0; i < lane_count; ++i) {
+    using Words = LseWords<Real>;
+    const bool is_row = i < rows;
+    const Words words = is_row ? Words::of(p, first.batch, first.head, first.row + i) : Words::of_no_key();
+    to.lse.set(i, words);
+    to.delta[i] = is_row ? delta_of_rows[i] * delta_scale : Real(0);
+    to.dlse[i] = is_row ? lse_gradient<Real>(p, first.batch, first.head, first.row + i) * delta_scale : Real(0);
+    to.sink_weight[i] = has_sink ? std::exp2(words.sink_log2_weight(sink)) : Real(0);
+    to.error[i] = weight_error(words.top);
+  }
+}
+
 // One input of a query tile, of `columns` elements: as a B operand along its columns (transposed) and along its rows.
 template <class In, class Op>
 class QueryRowsOperand {
@@ -285,22 +309,11 @@ class KeyTileWalk {
     }
   }
 
-  // Reads the statistics of `rows` rows of head h from `row` on, an index into the tensors. delta_of_rows: in the
-  // workspace. delta_scale: the factor of delta and dlse (GradientScales).
+  // Reads the statistics of `rows` rows of head h from `row` on, an index into the tensors.
   void load_statistics(KnownRows<Real>& to, int64_t h, int64_t row, int64_t rows, int64_t lane_count,
                        const Real* delta_of_rows, Real delta_scale) const {
-    const Real sink = p.sink ? static_cast<const Real*>(p.sink)[h] : Real(0);
-    const bool has_sink = p.has_sink && sink_counts(sink);
     to.lse.begin(!kIsGeneral<Rule>);
-    for (int64_t i = 0; i < lane_count; ++i) {
-      using Words = LseWords<Real>;
-      const Words words = i < rows ? Words::of(p, batch, h, row + i) : Words::of_no_key();
-      to.lse.set(i, words);
-      to.delta[i] = i < rows ? delta_of_rows[i] * delta_scale : Real(0);
-      to.dlse[i] = i < rows ? lse_gradient<Real>(p, batch, h, row + i) * delta_scale : Real(0);
-      to.sink_weight[i] = has_sink ? std::exp2(words.sink_log2_weight(sink)) : Real(0);
-      to.error[i] = weight_error(words.top);
-    }
+    load_known_rows(to, p, {batch, h, row}, rows, lane_count, delta_of_rows, delta_scale);
   }
 
   Kernel& kernel() { return static_cast<Kernel&>(*this); }

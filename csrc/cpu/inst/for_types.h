@@ -14,18 +14,25 @@ using BFloat16Op = Bf16DotOp;
 using BFloat16Op = FmaOp<float>;
 #endif
 
+// The accuracy of weights of 16-bit inputs. The generic set shares the kernels between the products with fp32.
+#if defined(FLASHATTN_ISA_GENERIC)
+using Exp2Of16Bits = Exp2Full;
+#else
+using Exp2Of16Bits = Exp2Half;
+#endif
+
 // Calls body(In{}, Op{}, Accuracy{}) with the types that belong to a dtype: all but fp8, which has no derivatives.
 template <class Body>
 inline auto for_dtype(DType dtype, Body body) {
 #if defined(FLASHATTN_ISA_BF16)
   (void)dtype;  // bf16: cpu_kernels() chooses another table for the other dtypes
-  return body(BFloat16{}, BFloat16Op{}, Exp2Half{});
+  return body(BFloat16{}, BFloat16Op{}, Exp2Of16Bits{});
 #else
   switch (dtype) {
     case DType::kFloat16:
-      return body(Float16{}, FmaOp<float>{}, Exp2Half{});
+      return body(Float16{}, FmaOp<float>{}, Exp2Of16Bits{});
     case DType::kBFloat16:
-      return body(BFloat16{}, BFloat16Op{}, Exp2Half{});
+      return body(BFloat16{}, BFloat16Op{}, Exp2Of16Bits{});
     case DType::kFloat64:
       return body(double{}, FmaOp<double>{}, Exp2Full{});
     default:
@@ -37,7 +44,7 @@ inline auto for_dtype(DType dtype, Body body) {
 // for_dtype() of the forward and decoding, where In is the type of keys and values (fp8.h).
 template <class Body>
 inline auto for_inputs(const AttnParams& p, Body body) {
-  if (p.is_fp8) return body(Float8{}, BFloat16Op{}, Exp2Half{});
+  if (p.is_fp8) return body(Float8{}, BFloat16Op{}, Exp2Of16Bits{});
   return for_dtype(p.dtype, body);
 }
 

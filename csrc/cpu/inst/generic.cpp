@@ -2,6 +2,7 @@
 #include "cpu/inst/std.h"
 
 #define FLASHATTN_ISA generic
+#define FLASHATTN_ISA_GENERIC
 #define FLASHATTN_KERNELS kGenericKernels
 
 #include "cpu/inst/instantiate.h"

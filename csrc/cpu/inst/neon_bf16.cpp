@@ -1,4 +1,5 @@
 // The CPU kernels for NEON with BFDOT and BFMMLA (Armv8.6: Neoverse V1, N2, V2 and later).
+#if defined(__aarch64__)
 #include "cpu/inst/std.h"
 
 #if defined(FLASHATTN_HAVE_NEON_BF16)
@@ -19,5 +20,6 @@
 
 #if defined(__clang__)
 #pragma clang attribute pop
+#endif
 #endif
 #endif

@@ -9,6 +9,8 @@
 #define FLASHATTN_INSTANTIATED "cpu/inst/instantiate.h"
 #endif
 
+#include <sched.h>
+
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -16,7 +18,6 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
-#include <thread>
 #include <type_traits>
 #include <utility>
 

@@ -87,14 +87,14 @@ class PanelMask {
  public:
   using Real = typename Op::Real;
 
-  // Fills `limits` if a comparison will need them. pads: whether lanes without a query are fully masked.
+  // Fills `limits` if a test will read them. pads: whether lanes without a query are fully masked.
   FLASHATTN_SHARED PanelMask(const HeadMask& mask, int64_t row0, int64_t rows, int64_t key0, int64_t keys, bool pads,
                              const KeyRows& limits)
       : mask_(mask.basic), limits_(limits), row0_(row0), rows_(rows), key0_(key0), keys_(keys), pads_(pads) {
     const IndexRange tile_rows{row0, row0 + rows}, tile_keys{key0, key0 + keys};
     has_groups_ = mask.mask_visibility(tile_rows, tile_keys) != Visibility::kAll;
     is_whole_ = !has_groups_ && mask_.visibility(row0, row0 + rows, key0, key0 + keys) == Visibility::kAll;
-    if (!is_whole_ || (pads && rows % kPanel<Op>)) limits.fill(mask, tile_rows, tile_keys);
+    if (kTileInstances<Real> < 4 || !is_whole_ || (pads && rows % kPanel<Op>)) limits.fill(mask, tile_rows, tile_keys);
   }
 
   // Whether every query sees every key.

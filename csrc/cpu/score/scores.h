@@ -99,7 +99,7 @@ class ScoreVector {
   ScoreVector(const ScoreTile<Op>& tile, int64_t lane)
       : queries(tile.queries),
         scores(tile.scores + lane),
-        keep_bits(tile.keep_bits),
+        keep_bits(tile.has_dropout ? tile.keep_bits : nullptr),
         seen_bits(tile.limits.bits),
         first_lane(lane) {}
 
@@ -112,7 +112,7 @@ class ScoreVector {
   }
   // x where dropout keeps the weight, 0 where it drops it.
   V kept(int64_t key, V x) const {
-    if (!kDropout) return x;
+    if (!kDropout || (kTileInstances<Real> < 4 && !keep_bits)) return x;
     return S::keep(x, lanes_of(keep_bits, key));
   }
   template <class Accuracy>
@@ -141,9 +141,14 @@ class ScoreVector {
 template <class Op, class Body>
 inline void with_limits(const ScoreTile<Op>& tile, const PanelMask<Op>& mask, IndexRange lanes, IndexRange keys,
                         Body body) {
+  constexpr int kInstances = kTileInstances<typename Op::Real>;
   const bool masked = !mask.panel_is_full(lanes.begin, keys);
-  if (masked && tile.has_dropout) {
+  if constexpr (kInstances == 1) {
     body(std::true_type(), std::true_type());
+  } else if ((masked && tile.has_dropout) || (kInstances == 2 && (masked || tile.has_dropout))) {
+    body(std::true_type(), std::true_type());
+  } else if constexpr (kInstances == 2) {
+    body(std::false_type(), std::false_type());
   } else if (masked) {
     body(std::true_type(), std::false_type());
   } else if (tile.has_dropout) {

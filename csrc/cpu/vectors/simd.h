@@ -54,6 +54,17 @@ constexpr int kVectorBytes = 16;
 #endif
 constexpr int64_t kFloatLanes = kVectorBytes / sizeof(float);
 
+// Instances of a kernel by what its tile has: 4 with and without masked scores and with and without dropout, 2 for none
+// and any of them, or 1, which tests every tile for both. Beside the std::exp2 of each score in fp64 a test takes no
+// time, and the generic set exists to run, not to be fast.
+#if defined(FLASHATTN_ISA_GENERIC)
+template <class Real>
+constexpr int kTileInstances = 1;
+#else
+template <class Real>
+constexpr int kTileInstances = std::is_same<Real, double>::value ? 2 : 4;
+#endif
+
 template <class T>
 struct GenericSimd {
   static constexpr int kWidth = kVectorBytes / sizeof(T);

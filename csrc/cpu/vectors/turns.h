@@ -11,7 +11,7 @@ namespace FLASHATTN_ISA {
 using Turn = std::atomic<int32_t>;  // initially 0
 
 inline void wait_for_turn(const Turn& turn, int64_t number) {
-  while (turn.load(std::memory_order_acquire) != number) std::this_thread::yield();
+  while (turn.load(std::memory_order_acquire) != number) sched_yield();
 }
 inline void end_turn(Turn& turn, int64_t next) { turn.store(static_cast<int32_t>(next), std::memory_order_release); }
 
