@@ -21,7 +21,7 @@ SUFFIXES = {
     "kPlain": "",
     "kGroups": "",
     "kBrief": "_brief",
-    "kFewTiles": "_brief",
+    "kFewTiles": "_small",
     "kDropout": "",
     "kIntervals": "_masks",
     "kMasks": "_masks",

@@ -138,7 +138,7 @@ def seconds(source: Path) -> float:
         for row, dtype in rows_of(Path(name)):
             by_memory = len({*row.tiles}) if len(row.competing) < len(row.tiles) else 1
             kernels = {"kHopper": 1, "kOtherGpus": by_memory, "kEveryGpu": by_memory + 1}[row.gpus]
-            by_options = {"": 1, "_brief": 1, "_general": 3}.get(SUFFIXES.get(row.options, ""), 2)
+            by_options = {"": 1, "_brief": 1, "_small": 1, "_general": 3}.get(SUFFIXES.get(row.options, ""), 2)
             slower = min(4, by_options * (1 if dtype in ("fp16", "bf16") else 2))
             both = 2 if "_16bit_" in name else 1
             total += SECONDS[row.architecture, row.stage] * kernels * slower * both
@@ -301,10 +301,10 @@ def is_read(source: Path) -> bool:
 
 @functools.cache
 def read_sources() -> frozenset[str]:
-    """Of the sources with the same templates the one of the largest head_dim, which has most values in registers. Templates depend on the
+    """The source of the largest head_dim, which has most values in registers, among those with the same templates. Templates depend on the
     header, options, type, whether head_dim is above 256, and how the tile divides the work: its first number, of warpgroups or keys, and
-    its words (kApart). Rows without a limit, read for warnings, stand for no row with one. None of kernels for other GPUs whose rows allow
-    any spills, nor of fp16, which has the registers of bf16.
+    its words (kApart). Rows without a limit, read for warnings, stand for no row with one. Sources of kernels for other GPUs
+    whose rows allow any spills are not read, nor those of fp16, which has the registers of bf16.
     """
     groups: dict[tuple[object, ...], tuple[int, str]] = {}
     for name, rows in rows_of_sources(sm90=True).items():

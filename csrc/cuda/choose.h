@@ -279,7 +279,8 @@ class Chooser {
   }
 
   // --- short sequences, whose keys a thread block has in shared memory ---------------------------------------------
-  // Figures are microseconds on an H200 in bf16. The choices do not depend on the batch size (see above).
+  // Figures are microseconds on an H200 in bf16. The choices do not depend on the batch size (see above),
+  // except that of kFewTiles.
 
   // wgmma, beside sm80/whole_heads and the forward of long sequences: 64x197 12x64 46, 52 and 59; 32x128 12x64 9.4,
   // 11.5 and 11.9; 64x77 12x64 16.3, 16.4 and 22.1. The class of 32 columns has no kernel.
@@ -289,26 +290,27 @@ class Chooser {
   // mma.sync, beside sm80/ and sm90/: 64x256 8x32 26.6, 42.6 and 36.2; 32x256 16x64 58 and 48 (sm80/); 128x64
   // 16x128 39.5, 73.9 and 48.0. With options, beside sm90/: a bias 256x64 6x32 24.8 and 47.1, 64x96 12x64 33.1
   // and 28.6, by its own kernel 128x128 4x32 16.1 and 19.5, but 64x128 8x64 30.1 and 20.4; one whose rows TMA cannot
-  // copy 64x197 12x64 142 and 180, 64x227 4x32 52.8 and 61.6, but 16x255 12x32 62.7 and 53.9. Slopes
-  // 64x197 12x32 70 and 85, 64x96 12x64 28.0 and 24.6; documents 64x128 12x32 46.5 and 34.1. Beside sm80/: 64x256
-  // 12x64 145 and 181; but dropout 64x128 12x64 41.9 and 36.0.
+  // copy 64x197 12x64 142 and 180, 64x227 4x32 52.8 and 61.6, but 16x255 12x32 62.7 and 53.9. Slopes 64x197 12x32 70
+  // and 85, 64x96 12x64 28.0 and 24.6; documents 64x128 12x32 46.5 and 34.1. Beside sm80/: 64x256 12x64 145 and 181;
+  // but dropout 64x128 12x64 41.9 and 36.0.
   int64_t most_keys_of_whole_heads(const AttnParams& p, Options kernel, int columns) const {
     const Options options = options_of(p);
-    if (kernel == kPlain && is_hopper()) return columns > 64 ? (p.seqlen_q <= 512 ? 64 : 0) : columns > 32 ? 80 : 256;
-    if (kernel == kPlain) return columns > 64 ? 128 : columns > 32 ? 208 : 256;
+    if (kernel == kPlain && is_hopper())
+      return columns > 64 ? (p.seqlen_q <= 512 ? 64 : 0) : columns > 32 ? 80 : sm80::kMostHeadKeys;
+    if (kernel == kPlain) return columns > 64 ? 128 : columns > 32 ? 208 : sm80::kMostHeadKeys;
     if (is_hopper() && options & kOtherBiasOrOrigin) return columns > 32 ? 208 : 232;
     if (is_hopper() && columns > 32) return 64;
     if (is_hopper()) return kernel == kAnyBias ? 128 : options == kScores ? 208 : 96;
-    return options & (kScores | kBias | kOtherBiasOrOrigin) ? 256 : 96;
+    return options & (kScores | kBias | kOtherBiasOrOrigin) ? sm80::kMostHeadKeys : 96;
   }
   // The backward, beside sm80/ and the faster ones of sm90/: 64x197 12x32 87.8, 174 and 101; 64x256 8x32 68.4, 132 and
   // 64.7; 64x96 12x64 67.5, 103 and 70.0; 64x128 12x64 78.5, 124 and 67.9. With dropout beside sm80/: 64x64 12x64 42.5
-  // and 67.6, 64x96 102 and 90. A bias alone, with the forward: 64x256 4x32 119 and 226. On
-  // Hopper, with the forward: documents 64x96 12x32 81.7 and 124, 64x128 12x32 139 and 129, 64x96 12x64 142 and 134;
-  // slopes 64x96 12x32 88.5 and 122; a bias of keys 64x96 12x64 146 and 240, 64x128 12x64 185 and 255.
+  // and 67.6, 64x96 102 and 90. With the forward: a bias alone 64x256 4x32 119 and 226;
+  // on Hopper documents 64x96 12x32 81.7 and 124, 64x128 12x32 139 and 129, 64x96 12x64 142 and 134; slopes 64x96
+  // 12x32 88.5 and 122; a bias of keys 64x96 12x64 146 and 235, 64x128 12x64 185 and 257.
   int64_t most_keys_of_whole_heads(const AttnGradParams& p, Options kernel, int columns) const {
-    if (kernel == kPlain) return is_hopper() ? (columns > 32 ? 96 : 208) : columns > 64 ? 128 : 256;
-    if (kernel == kAnyBias) return 256;
+    if (kernel == kPlain) return is_hopper() ? (columns > 32 ? 96 : 208) : columns > 64 ? 128 : sm80::kMostHeadKeys;
+    if (kernel == kAnyBias) return sm80::kMostHeadKeys;
     const Options options = options_of(p);
     if (!is_hopper()) return options & (kScores | kBias | kOtherBiasOrOrigin) ? 128 : 64;
     if (options & kDropout) return 64;
@@ -333,18 +335,18 @@ class Chooser {
     const auto plan = sm90::ShortForwardPlan::of(p, compiled_tile(kernel.tiles), gpu_.multiprocessors);
     return has_room(plan.shared_bytes(kernel.head_dims.qk), plan.blocks(p)) ? row : TableRow{};
   }
-  // The row of a forward in tiles. A plain one on Hopper has tiles of 128 queries in place of 192:
+  // The row of a forward in tiles. A plain one on Hopper may have tiles of 128 queries in place of 192:
   // - kBrief, of 128 keys in place of 80, if fewer of their products are empty: 32x256 16x128 46.1 beside 57.1, 64x128
   //   37.9 and 42.1, 8x256:4096 110 and 133; but 16x192 25.2 and 17.9, 64x80 12x128 26.7 and 23.1, 8x128:4096 73.5 and
   //   73.0.
   // - kFewTiles, which have the bits of the others, so that the batch size may decide, if they leave less of the GPU
-  //   idle. A row takes them 1.25 times as long: 2x1024:512 16x64 16.4 and 19.0, 1x1500 20x64 37.2 and 43.2, 20x128
-  //   45.1 and 57.6; but 16x512 12x64 42.9 and 41.1.
+  //   idle. A query row takes 1.25 times as long in them: 2x1024:512 16x64 16.4 and 19.0, 1x1500 20x64 37.2 and 43.2,
+  //   20x128 45.1 and 57.6; but 16x512 12x64 42.9 and 41.1.
   TableRow tiled_forward_row(const AttnParams& p, const KernelCall& call) const {
-    constexpr int64_t kFewKeys = 256, kFewQueries = 128;
+    constexpr int64_t kMostBriefKeys = 256, kLeastBriefQueries = 129;  // one of them decides
     const TableRow plain = forward_row(call);
     if (call.options != kPlain || call.is_invariant || p.is_varlen() || !is_hopper()) return plain;
-    if (p.seqlen_k <= kFewKeys || p.seqlen_q > kFewQueries) {
+    if (p.seqlen_k <= kMostBriefKeys || p.seqlen_q >= kLeastBriefQueries) {
       const TableRow brief = may_run_short_kernels(p) ? of_same_class(plain, call, kBrief) : TableRow{};
       const auto products = [&p](const auto& tile) { return sm90::padded_products(p, tile); };
       if (brief && 4 * products(forward_tile(brief)) <= 3 * products(forward_tile(plain))) return brief;
@@ -375,7 +377,7 @@ class Chooser {
     return has_room(plan.shared_bytes(columns), plan.blocks(p)) ? row : TableRow{};
   }
   TableRow heads_backward_row(const AttnGradParams& p, const KernelCall& call) const {
-    const TableRow row = first<Stage::kSm80HeadsBackward>(sm80::heads_call(p, call, 256));
+    const TableRow row = first<Stage::kSm80HeadsBackward>(sm80::heads_call(p, call, sm80::kMostHeadKeys));
     if (!row || !sm80::runs_in_whole_heads(p)) return {};
     const auto& kernel = table_row<Stage::kSm80HeadsBackward>(row);
     const int columns = kernel.head_dims.qk;

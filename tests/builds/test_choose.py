@@ -131,7 +131,6 @@ CALLS = {
     "forward Sq=65 Sk=65 softcap=30 D=64": "tiles kSm90Forward aligned 0",
     "forward Sq=96 Sk=96 softcap=30 D=32": "tiles kSm80HeadsForward aligned 0",
     "forward Sq=256 Sk=256 softcap=30 D=64 sm80=1": "tiles kSm80HeadsForward aligned 0",
-    # Tiles of 128 rows and keys, where they leave less empty.
     # Smaller tiles: where they have fewer empty products, or leave less of the GPU idle.
     "forward B=8 Hk=16 Sq=256 Sk=4096": "tiles kSm90ForwardBrief aligned 0",
     "forward B=8 Hk=16 Sq=256 Sk=4096 deterministic=1": "tiles kSm90ForwardFewTiles aligned 0",

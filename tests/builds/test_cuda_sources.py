@@ -425,8 +425,25 @@ def test_host_code_is_compiled_once() -> None:
         assert ("-cubin" in command) != compiled_by_host
 
 
+def test_smaller_tiles_of_few_sequences_take_as_many_keys() -> None:
+    """The keys of a step decide the order of sums: a sequence has the same bits alone and in a batch."""
+    keys = {
+        (row.head_dim, row.head_dim_v, row.options): [tile[1] for tile in row.tiles]
+        for row in ROWS
+        if (row.architecture, row.stage) == ("sm90", "forward") and row.options in ("kPlain", "kFewTiles")
+    }
+    pairs = [
+        (tiles, keys[head_dim, head_dim_v, "kPlain"])
+        for (head_dim, head_dim_v, options), tiles in keys.items()
+        if options == "kFewTiles"
+    ]
+    assert len(pairs) == 2
+    for small, plain in pairs:
+        assert small[0] == plain[0]
+
+
 def test_machine_code_that_the_check_reads_is_optimised() -> None:
-    """And only there ptxas prints registers, which --once compares with the rows."""
+    """Sources that are read are optimised, and for them alone ptxas prints registers, which --once compares with the rows."""
     for name in [*sources.rows_of_sources(sm90=True), "combine"]:
         is_read = name in {*sources.read_sources(), "combine"}
         for source in (f"{name}.cu", f"sm80_jvp_bf16_64+{name}.cu", f"{name}+sm80_jvp_bf16_64.cu")[

@@ -73,7 +73,7 @@ def test_some_kernels_must_not_spill() -> None:
 
 
 def test_the_check_reads_one_source_of_each_kind() -> None:
-    """Of rows with a limit of spills, and of kernels for Hopper, whose wgmma may be serialised, the largest head_dim of each kind."""
+    """The largest head_dim of each kind of rows with a limit of spills, and of kernels for Hopper, whose wgmma may be serialised."""
     rows = {
         name: rows[0][0]
         for name, rows in sources.rows_of_sources(sm90=True).items()

@@ -21,15 +21,15 @@ struct BackwardWorkspace {
     return p.is_varlen() ? queries.start : b * p.seqlen_q;
   }
   // delta of the rows of batch entry b and head h.
-  Real* delta_of(const AttnParams& p, int64_t b, int64_t h) const { return delta + first(p, b, h); }
+  Real* delta_of(const AttnParams& p, int64_t b, int64_t h) const { return delta + first_row_of_head(p, b, h); }
   // The counter that orders additions to the dq of a query tile (turns.h): tile `number` of query head h of batch entry
   // b, whose first row is `first_row`. It is 1 + the number of the last key tile that was added, and 0 initially.
   Turn& dq_turn(int64_t h, int64_t first_row, int64_t b, int64_t number) const {
     return dq_turns_[h * tiles + first_row / size.queries + b + number];
   }
 
-  // The row that comes first of batch entry b and head h, in [Hq][rows].
-  int64_t first(const AttnParams& p, int64_t b, int64_t h) const {
+  // The index, in [Hq][rows], of the first row of batch entry b and head h.
+  int64_t first_row_of_head(const AttnParams& p, int64_t b, int64_t h) const {
     return h * rows + first_row(p, b, query_sequence(p, b));
   }
 

@@ -164,6 +164,7 @@ struct KeyTileScratch {
 //   load_rows(h, place, lane_count) those of query head h
 //   score_panel(...)                the products of the queries `lanes` of a query tile, and dS
 //   query_gradient(...)             what the tile adds to dq
+//   key_gradients(mask)             dk and dv, unless the walk's are all
 // Scratch: a KeyTileScratch and what else the kernel needs.
 template <class Kernel, class Params, class Scratch, class Workspace, class In, class Op, class Rule>
 class KeyTileWalk {

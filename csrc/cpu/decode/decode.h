@@ -96,8 +96,8 @@ void decode_few_queries(const DecodeParams& p, const DecodeWorkspace<In, Op>& w,
   run_items(head_groups, tiles_of, [&](const WorkItem& item, char* scratch, auto& partials) {
     const int64_t b = item.batch, parts = plan.splits(b), head = item.head * w.heads;
     const auto partial = partials.find(b, item.tile, head);
-    const DecodeItem of(p, b, head, lesser(w.heads, p.heads_k - head), item.tile / parts, partial.rows);
-    Sums sums(of, w, scratch, partial);
+    const DecodeItem decode_item(p, b, head, lesser(w.heads, p.heads_k - head), item.tile / parts, partial.rows);
+    Sums sums(decode_item, w, scratch, partial);
     add_keys<In>(sums, sums.keys_of_part(item.tile % parts, parts));
   });
   if constexpr (Sums::kCombinesParts) {
@@ -105,8 +105,8 @@ void decode_few_queries(const DecodeParams& p, const DecodeWorkspace<In, Op>& w,
     run_items(p.heads_k, blocks_of, [&](const WorkItem& item, char*, auto& partials) {
       const int64_t b = item.batch, parts = plan.splits(b);
       const auto partial = partials.find(b, item.tile * parts, item.head);
-      const DecodeItem of(p, b, item.head, 1, item.tile, partial.rows);
-      for (int64_t r = 0; r < of.row_count; ++r) finish_row<In>(of, partial, r, parts);
+      const DecodeItem decode_item(p, b, item.head, 1, item.tile, partial.rows);
+      for (int64_t r = 0; r < decode_item.row_count; ++r) finish_row<In>(decode_item, partial, r, parts);
     });
   }
 }

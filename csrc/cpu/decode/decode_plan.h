@@ -49,7 +49,7 @@ struct PartialRows {
   Real *max, *sum, *out;
 };
 
-// Those of the KV heads of a tile, and behind them those of the next tiles.
+// The partial results of the KV heads of a tile, and behind them those of the next tiles.
 template <class Real>
 struct PartialHeads {
   char* first;

@@ -26,7 +26,7 @@ struct SecondWorkspace : BackwardWorkspace<In, Op> {
     this->bytes += round_up(p.heads_q * this->rows * static_cast<int64_t>(sizeof(Real)), 64);
   }
 
-  Real* r_of(const AttnParams& p, int64_t b, int64_t h) const { return r + this->first(p, b, h); }
+  Real* r_of(const AttnParams& p, int64_t b, int64_t h) const { return r + this->first_row_of_head(p, b, h); }
 
  private:
   Real* r;  // [Hq][rows]

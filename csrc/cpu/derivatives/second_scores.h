@@ -29,6 +29,8 @@ struct SecondTile {
         softmax_scale(static_cast<Real>(p.softmax_scale)),
         inverse_keep(static_cast<Real>(1.0 / keep_probability(p.dropout_threshold))) {}
 
+  SecondTile(const SecondTile&) = delete;  // `gradients` refers to the tile of the same scratch
+
   const GradientTile<Op>& gradients;  // dP^T, later F^T
   Real* value_products;               // [keys][kPanel]: <dout, tv> of one panel
   Unit* tangent_pairs;                // [keys / 2][queries]: T^T with two keys in each unit

@@ -54,9 +54,9 @@ constexpr int kVectorBytes = 16;
 #endif
 constexpr int64_t kFloatLanes = kVectorBytes / sizeof(float);
 
-// Instances of a kernel by what its tile has: 4 with and without masked scores and with and without dropout, 2 for none
-// and any of them, or 1, which tests every tile for both. Beside the std::exp2 of each score in fp64 a test takes no
-// time, and the generic set exists to run, not to be fast.
+// Instances of a kernel by what its tile has: 4, with and without masked scores and with and without dropout; 2, one
+// for tiles with neither and one for all others; or 1 for all tiles, which tests each for both. Beside the std::exp2 of
+// each score in fp64 a test takes no time, and the generic set exists to run, not to be fast.
 #if defined(FLASHATTN_ISA_GENERIC)
 template <class Real>
 constexpr int kTileInstances = 1;

@@ -1,9 +1,10 @@
 // Backward of short sequences on every GPU since Ampere. A thread block makes dq, dk and dv of a KV head: keys and
 // values lie in shared memory, and queries, dout and out come in tiles. A warp owns 16 keys, whose dk and dv it sums up
 // in registers. dS of a tile is exchanged in shared memory, and each sum of dq is then made by one warp over all keys.
-// So there is no workspace and no other launch, and the order of every sum is fixed, except that the gradient of a bias
-// that several scores share is summed by atomic additions. Only the gradient of a sink takes two more launches: the
-// first stage of other backwards, whose delta it sums up, and its own.
+// Without gradients of sinks, slopes and relative biases there is no workspace and no other launch. The order of every
+// sum is fixed, except that the gradients of a bias that several scores share and of a relative bias are summed by
+// atomic additions. The gradient of a sink takes two more launches: the first stage of other backwards, whose delta it
+// sums up, and its own.
 #pragma once
 
 #include "cuda/host/launch.cuh"
@@ -153,7 +154,7 @@ struct HeadsBackward {
     if constexpr (kHoldsBias) HeldBiasGradient<HeadsBackward>{*this, tile, to.bias}.load();
   }
 
-  // With a Mask. Of the keys that this thread has copied: those that are not finite become zeros, and their values NaN,
+  // In calls with a Mask: keys that this thread has copied and that are not finite become zeros, and their values NaN,
   // which makes the dS of the queries that see them NaN.
   __device__ __forceinline__ void isolate_keys() const {
     for_own_vectors<Tile>(block_team(), whole_steps(length_k()), [&](int row, int column) {

@@ -96,7 +96,7 @@ struct HeadsForward {
   __device__ __forceinline__ unsigned char* bias_stage() const {
     return reinterpret_cast<unsigned char*>(values_arrived()) + kVectorBytes + warp * plan.bias.tile_bytes(kRowStep);
   }
-  // With a Mask, behind the barrier.
+  // The marks of isolated keys, in calls with a Mask, lie behind the barrier.
   __device__ __forceinline__ IsolatedKeys* isolated_keys() const {
     return reinterpret_cast<IsolatedKeys*>(reinterpret_cast<unsigned char*>(values_arrived()) + kVectorBytes);
   }

@@ -23,7 +23,7 @@ namespace flashattn_ext::sm80 {
 
 // Delta of every row, for the gradients of sinks and of biases, which launches after the kernel's compute.
 inline BackwardWorkspace delta_workspace(const AttnGradParams& p) { return {p, kRowStep, 0, 1}; }
-// With the sums of each warp over the scores of each tile of queries. A sequence is one tile of keys.
+// The workspace with the sums of each warp over the scores of each tile of queries. A sequence is one tile of keys.
 inline GeneralWorkspace heads_workspace(const AttnGradParams& p, const HeadsBackwardPlan& plan) {
   return {p, delta_workspace(p), plan.keys, plan.warps() * plan.tiles};
 }

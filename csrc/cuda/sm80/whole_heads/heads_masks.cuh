@@ -97,8 +97,8 @@ struct IsolatedKeys {
 
 // Which queries see the 16 keys of a warp.
 struct SeenQueriesOfKeys {
-  SeenBy<1> of_lane;  // of the lane's two keys, by rows of the sequence
-  Limits some;        // that see some key of the warp
+  SeenBy<1> of_lane;  // rows of the sequence that see each of the lane's two keys
+  Limits some;        // rows that see some key of the warp
 
   // key: the warp's first. Without a Mask the kernel's walk over queries has the bounds already.
   __device__ __forceinline__ SeenQueriesOfKeys(const IntervalMask& mask, int key)
@@ -112,7 +112,7 @@ struct SeenQueriesOfKeys {
   __device__ __forceinline__ bool sees_some(int row, int rows) const {
     return some.begin < row + rows && some.end > row;
   }
-  // Counted from `row` on.
+  // The rows, counted from `row` on.
   __device__ __forceinline__ SeenBy<1> from(int row) const {
     SeenBy<1> seen_by = of_lane;
 #pragma unroll

@@ -44,8 +44,8 @@ inline KernelCall heads_call(const AttnGradParams& p, const KernelCall& call, in
 }
 constexpr bool holds_bias(Options kernel) { return kernel == kAnyBias; }
 constexpr bool takes_mask(Options kernel) { return includes(kernel, kIntervals); }
-// Bytes of one bit for each key.
-constexpr int kMarkBytes = 256 / 8;
+// Keys of the longest calls, and the bytes of one bit for each.
+constexpr int kMostHeadKeys = 256, kMarkBytes = kMostHeadKeys / 8;
 
 // How the bias of a tile of queries gets into shared memory: the vectors of each row, where rows are whole vectors
 // apart in memory; the vectors of all rows together, where one row follows another; single elements otherwise.

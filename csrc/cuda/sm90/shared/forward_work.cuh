@@ -95,9 +95,9 @@ __device__ __forceinline__ ForwardWork receive_work(Shared& shared, uint32_t* pa
 // Whether thread blocks take the tiles of a forward one by one, from a counter. Where all tiles are equally long and
 // there are few for each thread block, that gains less than it costs to zero the counter, two microseconds.
 inline bool takes_tiles(const AttnParams& p, int64_t tiles, bool has_mask) {
-  constexpr int64_t kFewTiles = 16;
+  constexpr int64_t kMostRounds = 16;  // of a tile for every thread block
   const bool equal = !has_mask && p.window_left == kUnbounded && p.window_right == kUnbounded && !p.is_varlen();
-  return tiles > multiprocessors() && !(equal && tiles <= kFewTiles * multiprocessors());
+  return tiles > multiprocessors() && !(equal && tiles <= kMostRounds * multiprocessors());
 }
 
 }  // namespace flashattn_ext::sm90
