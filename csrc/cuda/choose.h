@@ -314,7 +314,7 @@ class Chooser {
     const Options options = options_of(p);
     if (!is_hopper()) return options & (kScores | kBias | kOtherBiasOrOrigin) ? 128 : 64;
     if (options & kDropout) return 64;
-    return sm80::has_gradient_of_keys(p) ? 128 : columns > 32 ? 64 : 96;
+    return has_gradient_of_keys(p) ? 128 : columns > 32 ? 64 : 96;
   }
   // A thread block of the backward walks over all queries of a KV head: 64x256:64 8x64 60.0, 92.9 and 41.8; 64x512:64
   // 8x64 109, 169 and 69; 4x4096:77 8x64 364, 306 and 119.
@@ -343,9 +343,9 @@ class Chooser {
   //   idle. A query row takes 1.25 times as long in them: 2x1024:512 16x64 16.4 and 19.0, 1x1500 20x64 37.2 and 43.2,
   //   20x128 45.1 and 57.6; but 16x512 12x64 42.9 and 41.1.
   TableRow tiled_forward_row(const AttnParams& p, const KernelCall& call) const {
-    constexpr int64_t kMostBriefKeys = 256, kLeastBriefQueries = 129;  // one of them decides
+    constexpr int64_t kMostBriefKeys = 256, kLeastBriefQueries = 129;  // a call needs to meet one of the two
     const TableRow plain = forward_row(call);
-    if (call.options != kPlain || call.is_invariant || p.is_varlen() || !is_hopper()) return plain;
+    if (call.options != kPlain || call.is_invariant || p.is_varlen()) return plain;
     if (p.seqlen_k <= kMostBriefKeys || p.seqlen_q >= kLeastBriefQueries) {
       const TableRow brief = may_run_short_kernels(p) ? of_same_class(plain, call, kBrief) : TableRow{};
       const auto products = [&p](const auto& tile) { return sm90::padded_products(p, tile); };

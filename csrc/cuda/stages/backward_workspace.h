@@ -9,6 +9,7 @@
 #include "cuda/host/call.h"
 #include "cuda/ptx/memory.cuh"
 #include "cuda/score/general_score.cuh"
+#include "cuda/table/options.h"
 #include "rules/dropout.h"
 #include "rules/lse_words.h"
 #include "rules/mask.h"
@@ -175,9 +176,9 @@ struct GeneralWorkspace : BackwardWorkspace {
     dense_key_tiles = static_cast<int>((p.seqlen_k + keys - 1) / keys);
     key_tiles = p.is_varlen() ? p.total_k / keys + p.batch : p.batch * dense_key_tiles;
     const BiasView& view = p.dbias;
-    dbias_is_sum = view.data && ((p.batch > 1 && view.batch_stride == 0) || (p.heads_q > 1 && view.head_stride == 0) ||
-                                 (p.seqlen_q > 1 && view.row_stride == 0));
-    dbias_of_keys = dbias_is_sum && p.seqlen_q > 1 && view.row_stride == 0;
+    dbias_of_keys = has_gradient_of_keys(p);
+    dbias_is_sum = dbias_of_keys ||
+                   (view.data && ((p.batch > 1 && view.batch_stride == 0) || (p.heads_q > 1 && view.head_stride == 0)));
     if (!p.dalibi_slopes && !p.drelative_bias) return;
     sums = static_cast<float*>(take_zeroed(p, p.heads_q * key_tiles * parts * kSums * 4));
     if (!p.drelative_bias || !p.deterministic) return;

@@ -38,12 +38,17 @@ inline bool has_copyable_bias(const AttnParams& p) {
          aligned(p.bias.batch_stride, p.batch);
 }
 
+// Whether a call has the gradient of a bias that all rows share.
+inline bool has_gradient_of_keys(const AttnGradParams& p) {
+  return p.dbias.data && p.dbias.row_stride == 0 && p.seqlen_q > 1;
+}
+
 // Whether TMA can add or store tiles of the gradient of that bias. A gradient that all rows share is summed up
 // in registers instead, which only the sm_80 kernels do.
 inline bool has_copyable_bias_gradient(const AttnGradParams& p) {
   const int vector = p.dbias.dtype == DType::kFloat32 ? 4 : 8;
   auto aligned = [&](int64_t stride, int64_t count) { return count <= 1 || stride % vector == 0; };
-  return reinterpret_cast<uintptr_t>(p.dbias.data) % 16 == 0 && (p.seqlen_q <= 1 || p.dbias.row_stride != 0) &&
+  return reinterpret_cast<uintptr_t>(p.dbias.data) % 16 == 0 && !has_gradient_of_keys(p) &&
          aligned(p.dbias.row_stride, p.seqlen_q) && aligned(p.dbias.head_stride, p.heads_q) &&
          aligned(p.dbias.batch_stride, p.batch);
 }

@@ -157,12 +157,8 @@ struct HeadsBackward {
   // In calls with a Mask: keys that this thread has copied and that are not finite become zeros, and their values NaN,
   // which makes the dS of the queries that see them NaN.
   __device__ __forceinline__ void isolate_keys() const {
-    for_own_vectors<Tile>(block_team(), whole_steps(length_k()), [&](int row, int column) {
-      const int at = Tile::offset(row, column);
-      uint4& own = *reinterpret_cast<uint4*>(k_tile + at);
-      if (has_finite_row<Tile>(own)) return;
-      own = make_uint4(0, 0, 0, 0);
-      *reinterpret_cast<uint4*>(v_tile + at) = make_uint4(~0u, ~0u, ~0u, ~0u);
+    zero_unfinite_rows<Tile>(k_tile, whole_steps(length_k()), [&](int row, int column) {
+      *reinterpret_cast<uint4*>(v_tile + Tile::offset(row, column)) = make_uint4(~0u, ~0u, ~0u, ~0u);
     });
   }
   // With a Mask. The vectors at `at` of a row of queries that is not finite, or whose dout is not, become zeros.

@@ -24,6 +24,18 @@ __device__ __forceinline__ bool has_finite_row(const uint4& own) {
   return (failing >> lane() / kVectors * kVectors & ((1u << kVectors) - 1)) == 0;
 }
 
+// Zeroes the vectors of rows that are not finite among those of a tile of `rows` rows that this thread has copied, and
+// calls each(row, column) for each of them.
+template <class Tile, class Each>
+__device__ __forceinline__ void zero_unfinite_rows(typename Tile::Element* tile, int rows, const Each& each) {
+  for_own_vectors<Tile>(block_team(), rows, [&](int row, int column) {
+    uint4& own = *reinterpret_cast<uint4*>(tile + Tile::offset(row, column));
+    if (has_finite_row<Tile>(own)) return;
+    own = make_uint4(0, 0, 0, 0);
+    each(row, column);
+  });
+}
+
 // --- forward ---------------------------------------------------------------------------------------------------------
 
 // Which of a warp's 16 rows see which of 32 keys: a lane has one of the keys, and bit r of `rows` is row r.
@@ -70,10 +82,7 @@ struct IsolatedKeys {
   // Zeroes the values that are not finite among those that this thread has copied, and notes their keys.
   template <class Tile, class T = typename Tile::Element>
   __device__ __forceinline__ void isolate(T* values, int rows) {
-    for_own_vectors<Tile>(block_team(), rows, [&](int row, int column) {
-      uint4& own = *reinterpret_cast<uint4*>(values + Tile::offset(row, column));
-      if (has_finite_row<Tile>(own)) return;
-      own = make_uint4(0, 0, 0, 0);
+    zero_unfinite_rows<Tile>(values, rows, [&](int row, int column) {
       if (column == 0) atomicOr(words + row / 32, 1u << row % 32);
     });
   }

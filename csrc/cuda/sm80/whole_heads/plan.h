@@ -33,10 +33,6 @@ inline KernelCall heads_call(const AttnParams& p, const KernelCall& call, int64_
   const bool may_hold_bias = p.bias.data && p.bias.dtype == p.dtype && p.seqlen_k <= most_keys;
   return call.options == kPlain || may_hold_bias ? call : with_every_option(call);
 }
-// Whether a call has the gradient of a bias that all rows share.
-inline bool has_gradient_of_keys(const AttnGradParams& p) {
-  return p.dbias.data && p.dbias.row_stride == 0 && p.seqlen_q > 1;
-}
 // In a backward: the kernels that hold a bias do not form that gradient.
 inline KernelCall heads_call(const AttnGradParams& p, const KernelCall& call, int64_t most_keys) {
   return has_gradient_of_keys(p) ? with_every_option(call)
