@@ -14,8 +14,7 @@ using BFloat16Op = Bf16DotOp;
 using BFloat16Op = FmaOp<float>;
 #endif
 
-// The accuracy of weights of 16-bit inputs. In the generic set they have the accuracy of
-// fp32, so that both run the same instances.
+// The accuracy of weights of 16-bit inputs: in the generic set that of fp32, so that both run the same instances.
 #if defined(FLASHATTN_ISA_GENERIC)
 using Exp2Of16Bits = Exp2Full;
 #else
