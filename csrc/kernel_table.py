@@ -22,6 +22,7 @@ SUFFIXES = {
     "kGroups": "",
     "kBrief": "_brief",
     "kFewTiles": "_small",
+    "kBriefFewTiles": "_brief",
     "kDropout": "",
     "kIntervals": "_masks",
     "kMasks": "_masks",

@@ -331,29 +331,48 @@ class Chooser {
   TableRow short_forward_row(const AttnParams& p, const KernelCall& call) const {
     const TableRow row = hoppers<Stage::kSm90ShortForward>(call);
     if (!row || call.is_invariant || !may_run_short_kernels(p) || !prefers_short_forward(p)) return {};
+    if (const TableRow tiled = tiled_forward_row(p, call); fills_brief_tiles(p, tiled)) return {};
     const auto& kernel = table_row<Stage::kSm90ShortForward>(row);
     const auto plan = sm90::ShortForwardPlan::of(p, compiled_tile(kernel.tiles), gpu_.multiprocessors);
     return has_room(plan.shared_bytes(kernel.head_dims.qk), plan.blocks(p)) ? row : TableRow{};
   }
-  // The row of a forward in tiles. A plain one on Hopper may have tiles of 128 queries in place of 192:
-  // - kBrief, of 128 keys in place of 80, if fewer of their products are empty: 32x256 16x128 46.1 beside 57.1, 64x128
-  //   37.9 and 42.1, 8x256:4096 110 and 133; but 16x192 25.2 and 17.9, 64x80 12x128 26.7 and 23.1, 8x128:4096 73.5 and
-  //   73.0.
-  // - kFewTiles, which have the bits of the others, so that the batch size may decide, if they leave less of the GPU
-  //   idle. A query row takes 1.25 times as long in them: 2x1024:512 16x64 16.4 and 19.0, 1x1500 20x64 37.2 and 43.2,
-  //   20x128 45.1 and 57.6; but 16x512 12x64 42.9 and 41.1.
+  // The row of a forward in tiles. A plain one on Hopper may have other tiles:
+  // - kBrief, if fewer of their products are empty. At D = 64 256 queries in place of 192: 32x512 32x64 causal 126
+  // beside
+  //   145, 64x512 16x64 178 and 184, 16x1024 32x64 321 and 323, but 16x768 32x64 185 and 176. At D = 128 128 queries
+  //   and keys in place of 192 and 80: 32x256 16x128 43.6 and 57.2, 32x512 145 and 153, 16x1024 causal 157 and 166, but
+  //   16x768 149 and 145, 8x2048 457 and 442, 64x80 12x128 26.7 and 23.1, 8x128:4096 73.5 and 73.0.
+  // - kFewTiles and kBriefFewTiles, which have the bits of the others, so that the batch size may decide, if they leave
+  //   less of the GPU idle. A query row takes 1.25 times as long in them: 1x1500 20x64 37.2 and 43.2, 20x128 45.1 and
+  //   57.6, 4x1024 8x64 causal 19.1 and 21.4; but 16x512 12x64 42.9 and 41.1.
   TableRow tiled_forward_row(const AttnParams& p, const KernelCall& call) const {
-    constexpr int64_t kMostBriefKeys = 256, kLeastBriefQueries = 129;  // a call needs to meet one of the two
     const TableRow plain = forward_row(call);
     if (call.options != kPlain || call.is_invariant || p.is_varlen()) return plain;
-    if (p.seqlen_k <= kMostBriefKeys || p.seqlen_q >= kLeastBriefQueries) {
-      const TableRow brief = may_run_short_kernels(p) ? of_same_class(plain, call, kBrief) : TableRow{};
-      const auto products = [&p](const auto& tile) { return sm90::padded_products(p, tile); };
-      if (brief && 4 * products(forward_tile(brief)) <= 3 * products(forward_tile(plain))) return brief;
-    }
-    const TableRow few = of_same_class(plain, call, kFewTiles);
+    const TableRow brief = may_run_short_kernels(p) ? of_same_class(plain, call, kBrief) : TableRow{};
+    const bool is_brief = brief && prefers_brief(p, forward_tile(brief), forward_tile(plain));
+    const TableRow row = is_brief ? brief : plain;
+    const TableRow few = of_same_class(plain, call, is_brief ? kBriefFewTiles : kFewTiles);
     const auto rows = [&](const auto& tile) { return sm90::busiest_rows(p, tile, gpu_.multiprocessors); };
-    return few && 5 * rows(forward_tile(few)) < 4 * rows(forward_tile(plain)) ? few : plain;
+    return few && 5 * rows(forward_tile(few)) < 4 * rows(forward_tile(row)) ? few : row;
+  }
+  static bool prefers_brief(const AttnParams& p, const sm90::ForwardTile& brief, const sm90::ForwardTile& plain) {
+    const int64_t products = sm90::padded_products(p, brief), others = sm90::padded_products(p, plain);
+    if (brief.queries() > plain.queries()) return 20 * products <= 19 * others;
+    constexpr int64_t kMostKeys = 256, kLeastQueries = 129;  // a call needs to meet one of the two
+    const auto keys = [&p](const auto& tile) { return tile_count(p.seqlen_k, tile.keys) * tile.keys; };
+    const bool fits = 4 * products <= 3 * others || (9 * products <= 8 * others && keys(brief) <= keys(plain));
+    return fits && (p.seqlen_k <= kMostKeys || p.seqlen_q >= kLeastQueries);
+  }
+  // Whether kBrief beats the forward of short sequences, whose bits it has: 64x197 12x64 43.6 and 47.3, 64x192 32.5 and
+  // 34.4; but 64x160 33.8 and 31.4, 64x128:256 34.3 and 31.4. It needs enough tiles: 12x256 64x64 41.6 and 48.6, but
+  // 16x256 12x64 15.9 and 12.9.
+  bool fills_brief_tiles(const AttnParams& p, const TableRow& row) const {
+    constexpr int64_t kLeastKeys = 161, kLeastQueries = 129;
+    if (row.stage != Stage::kSm90Forward || p.seqlen_k < kLeastKeys || p.seqlen_q < kLeastQueries) return false;
+    const auto& kernel = table_row<Stage::kSm90Forward>(row);
+    const int64_t tiles = tile_count(p.seqlen_q, forward_tile(row).queries()) * p.batch * p.heads_q;
+    const int64_t rounds = tile_count(tiles, gpu_.multiprocessors);
+    return kernel.options == kBrief && rounds > 1 && 4 * tiles >= 3 * rounds * gpu_.multiprocessors;
   }
   // The row for the same head dims as `plain`, if it is one of Hopper's forwards.
   TableRow of_same_class(const TableRow& plain, KernelCall call, Options options) const {

@@ -80,7 +80,10 @@ int main() {
     const Options tile =
         choice.row.stage == Stage::kSm90Forward ? table_row<Stage::kSm90Forward>(choice.row).options : kPlain;
     std::printf("%s %s%s %s %d\n", kWays[int(choice.way)], kStages[int(choice.row.stage)],
-                tile == kBrief ? "Brief" : tile == kFewTiles ? "FewTiles" : "",
+                tile == kBrief           ? "Brief"
+                : tile == kBriefFewTiles ? "BriefFewTiles"
+                : tile == kFewTiles      ? "FewTiles"
+                                         : "",
                 kInputs[int(choice.inputs)], int(choice.transposes));
   }
 }
@@ -135,16 +138,26 @@ CALLS = {
     "forward B=8 Hk=16 Sq=256 Sk=4096": "tiles kSm90ForwardBrief aligned 0",
     "forward B=8 Hk=16 Sq=256 Sk=4096 deterministic=1": "tiles kSm90ForwardFewTiles aligned 0",
     "forward B=8 Hk=16 Sq=128 Sk=4096": "tiles kSm90Forward aligned 0",
-    "forward B=2 Hk=16 Sq=1024 Sk=512 D=64": "tiles kSm90ForwardFewTiles aligned 0",
+    "forward B=2 Hk=16 Sq=1024 Sk=512 D=64": "tiles kSm90ForwardBrief aligned 0",
     "forward B=1 Hk=20 Sq=1500 Sk=1500 D=40": "tiles kSm90ForwardFewTiles aligned 0",
     "forward B=1 Hk=20 Sq=1500 Sk=1500": "tiles kSm90ForwardFewTiles aligned 0",
     "forward B=1 Hk=20 Sq=1500 Sk=1500 processors=114": "tiles kSm90Forward aligned 0",
     "forward B=1 Hk=20 Sq=1500 Sk=1500 D=80": "tiles kSm90Forward aligned 0",
     "forward B=1 Hk=20 Sq=1500 Sk=1500 softcap=30": "tiles kSm90Forward aligned 0",
     "forward B=1 Hk=20 Sq=1500 Sk=1500 invariant=1": "tiles kSm90Invariant aligned 0",
-    "forward B=16 Hk=12 Sq=512 Sk=512 D=64": "tiles kSm90Forward aligned 0",
-    "forward B=4 Hk=8 Sq=1024 Sk=1024 D=64 causal=1": "tiles kSm90ForwardFewTiles aligned 0",
-    "forward B=8 Hk=16 Sq=1024 Sk=1024 causal=1": "tiles kSm90Forward aligned 0",
+    "forward B=16 Hk=12 Sq=512 Sk=512 D=64": "tiles kSm90ForwardBrief aligned 0",
+    "forward B=4 Hk=8 Sq=1024 Sk=1024 D=64 causal=1": "tiles kSm90ForwardBriefFewTiles aligned 0",
+    "forward B=4 Hk=8 Sq=768 Sk=768 D=64 causal=1": "tiles kSm90ForwardFewTiles aligned 0",
+    "forward B=64 Hk=16 Sq=512 Sk=512 D=64": "tiles kSm90ForwardBrief aligned 0",
+    "forward B=64 Hk=16 Sq=768 Sk=768 D=64": "tiles kSm90Forward aligned 0",
+    # The forward of short sequences, or the tiles that have its bits if they fill the GPU.
+    "forward B=64 Hk=12 Sq=256 Sk=256 D=64 causal=1": "tiles kSm90ForwardBrief aligned 0",
+    "forward B=16 Hk=12 Sq=256 Sk=256 D=64": "tiles kSm90ShortForward aligned 0",
+    "forward B=64 Hk=12 Sq=192 Sk=192 D=64": "tiles kSm90ShortForward aligned 0",
+    "forward B=64 Hk=12 Sq=128 Sk=256 D=64": "tiles kSm90ShortForward aligned 0",
+    "forward B=64 Hk=12 Sq=256 Sk=256 D=64 deterministic=1": "tiles kSm90ForwardFewTiles aligned 0",
+    "forward B=8 Hk=16 Sq=1024 Sk=1024 causal=1": "tiles kSm90ForwardBrief aligned 0",
+    "forward B=8 Hk=16 Sq=768 Sk=768": "tiles kSm90Forward aligned 0",
     "forward Sq=256 Sk=256": "tiles kSm90ForwardBrief aligned 0",
     "forward Sq=128 Sk=128 causal=1 D=112": "tiles kSm90ForwardBrief aligned 0",
     "forward Sq=192 Sk=192": "tiles kSm90ForwardFewTiles aligned 0",

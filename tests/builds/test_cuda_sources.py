@@ -93,6 +93,7 @@ int main() {
             run_if_served<Stage::kSm90ShortForward>(call);
             if (options == kPlain) run_if_served<Stage::kSm90Forward>({type, qk, v, kBrief});
             if (options == kPlain) run_if_served<Stage::kSm90Forward>({type, qk, v, kFewTiles});
+            if (options == kPlain) run_if_served<Stage::kSm90Forward>({type, qk, v, kBriefFewTiles});
             if (largest) continue;
             run(every.backward_row(call)), run(hopper.backward_row(call));
             const TableRow row = hopper.backward_row(call);
@@ -425,21 +426,22 @@ def test_host_code_is_compiled_once() -> None:
         assert ("-cubin" in command) != compiled_by_host
 
 
-def test_smaller_tiles_of_few_sequences_take_as_many_keys() -> None:
+def test_forwards_that_the_batch_size_chooses_take_as_many_keys() -> None:
     """The keys of a step decide the order of sums: a sequence has the same bits alone and in a batch."""
     keys = {
-        (row.head_dim, row.head_dim_v, row.options): [tile[1] for tile in row.tiles]
+        (row.stage, row.head_dim, row.options): row.tiles[0][0 if row.stage == "forward_short" else 1]
         for row in ROWS
-        if (row.architecture, row.stage) == ("sm90", "forward") and row.options in ("kPlain", "kFewTiles")
+        if row.architecture == "sm90" and row.stage in ("forward", "forward_short") and row.head_dim == row.head_dim_v
     }
-    pairs = [
-        (tiles, keys[head_dim, head_dim_v, "kPlain"])
-        for (head_dim, head_dim_v, options), tiles in keys.items()
-        if options == "kFewTiles"
-    ]
-    assert len(pairs) == 2
-    for small, plain in pairs:
-        assert small[0] == plain[0]
+    others = {
+        ("forward", "kFewTiles"): ("forward", "kPlain"),
+        ("forward", "kBriefFewTiles"): ("forward", "kBrief"),
+        ("forward_short", "kPlain"): ("forward", "kBrief"),
+    }
+    pairs = [(key, others[key[0], key[2]]) for key in keys if (key[0], key[2]) in others]
+    assert len(pairs) == 4
+    for (stage, head_dim, options), (other_stage, other) in pairs:
+        assert keys[stage, head_dim, options] == keys[other_stage, head_dim, other]
 
 
 def test_machine_code_that_the_check_reads_is_optimised() -> None:

@@ -193,11 +193,11 @@ inline constexpr KernelRow<sm80::HeadsBackwardTile> kSm80HeadsBackward[] = {
 
 // Short sequences on Hopper. Tiles: {keys of a step, resident thread blocks}. Notes are microseconds.
 inline constexpr KernelRow<sm90::ShortForwardTile> kSm90ShortForward[] = {
-    // 64x197, 12 heads: 47.0, and 32x256, 12 heads: 25.8; 64 keys: 48.1 and 27.8; 96 keys: 46.6 and 27.5
-    {k16Bit, 64,  kPlain, kHopper, 0, {{128, 3}}},
+    // as many keys as kBrief; 64x160, 12 heads: 30.0, and 8x256, 12 heads: 8.4; 128 keys in 3 blocks: 32.6 and 8.1
+    {k16Bit, 64,  kPlain, kHopper, 0, {{64, 4}}},
 };
 
-// Tiles: {warpgroups, keys, stages of keys and values[, order[, two teams]]}. With dropout, keys are a multiple of 64, for which the generator
+// Tiles: {warpgroups, keys, stages of keys and values[, order[, two teams[, stages of queries]]]}. With dropout, keys are a multiple of 64, for which the generator
 // draws bits together. Above 256 (forward_large.cuh) stages are parts of a tile of keys. How many keys a step takes
 // decides the order of sums; it depends on nothing but the row, so that a sequence has the same bits in every batch.
 inline constexpr KernelRow<sm90::ForwardTile> kSm90Forward[] = {
@@ -209,7 +209,9 @@ inline constexpr KernelRow<sm90::ForwardTile> kSm90Forward[] = {
     {k16Bit, 96,         kPlain,     kHopper, kMaySpill, {{3, 112, 2}, {3, 96, 2}, {2, 128, 3}}},
     // 717 / 645; 2 x 128: 696 / 629; 2 x 160: 699 / 626
     {k16Bit, 128,        kPlain,     kHopper, 0,         {{3, 80, 3}, {2, 128, 3}, {2, 160, 2}}},
-    {k16Bit, 128,        kBrief,     kHopper, 0,         {{2, 128, 3}}},  // figures: choose.h; no other tile was timed
+    {k16Bit, 64,         kBrief,     kHopper, 0,         {{4, 64, 4, kOverlapped, false, 2}}},  // 12x256, 64 heads: 41.6 us; 5 stages and 1 of queries: 43.0; 48 keys: 50.5
+    {k16Bit, 64,         kBriefFewTiles, kHopper, 0,     {{2, 64, 8}}},  // as many keys as kBrief; figures: choose.h
+    {k16Bit, 128,        kBrief,     kHopper, 0,         {{2, 128, 2, kOverlapped, false, 2}}},  // 32x256, 16 heads, causal: 41.0 us; 3 stages and 1 of queries: 43.4
     {k16Bit, 64,         kFewTiles,  kHopper, 0,         {{2, 128, 3}}},  // as many keys as the plain kernel's; figures: choose.h
     {k16Bit, 128,        kFewTiles,  kHopper, 0,         {{2, 80, 4}}},  // as many keys as the plain kernel's; figures: choose.h
     // 700 / 645; 2 x 112: 676 / 611; 2 x 96: 667 / 609; class 160: 0.92 / 0.89 of the rate

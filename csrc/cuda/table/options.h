@@ -22,6 +22,7 @@ enum Options : unsigned {
   kGroups = 64,     // in a backward the query heads of a group add up their dk and dv. Kernels run these calls alone
   kBrief = 128,     // a forward whose queries and keys fill these tiles better. Kernels run these calls alone
   kFewTiles = 512,  // a forward in smaller tiles, with the same bits, so that fewer multiprocessors are idle
+  kBriefFewTiles = 640,  // the smaller tiles of kBrief
   kFp8 = 32,  // inputs that were fp8: descales, and an out of another dtype. Kernels run either these calls or others
   kFp8Scores = 36,   // kFp8 and an option of a score
   kFp8General = 54,  // every option that calls in fp8 may have: of a score, a Mask, an origin that places rows

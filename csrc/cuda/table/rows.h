@@ -77,11 +77,12 @@ enum class ForwardOrder {
 };
 
 struct ForwardTile {
-  int groups;  // warpgroups that compute; each has 64 queries
-  int keys;
-  int stages;          // stages of keys and values
-  ForwardOrder order;  // kOverlapped where a row names none
-  bool in_teams;       // whether a thread block has two such sets of warpgroups, each with query tiles of its own
+  int groups = 0;  // warpgroups that compute; each has 64 queries
+  int keys = 0;
+  int stages = 0;  // stages of keys and values
+  ForwardOrder order = ForwardOrder::kOverlapped;
+  bool in_teams = false;  // whether a thread block has two such sets of warpgroups, each with query tiles of its own
+  int query_stages = 1;   // with two, the queries of the next tile are loaded while the warpgroups compute
   constexpr int queries() const { return groups * 64; }
   constexpr int teams() const { return in_teams ? 2 : 1; }
   constexpr bool exists() const { return groups > 0; }

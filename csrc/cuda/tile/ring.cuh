@@ -2,6 +2,8 @@
 // kernels have.
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/ptx/async.cuh"
 
 namespace flashattn_ext {
@@ -23,6 +25,16 @@ struct RingPosition {
     return next;
   }
 };
+
+// The position in a buffer of one stage.
+struct OneStage {
+  static constexpr int stage = 0;
+  uint32_t parity = 0;
+  __device__ __forceinline__ void advance() { parity ^= 1; }
+};
+// The position of the queries of a forward, most of which have one stage and need no register for its number.
+template <int kStages>
+using QueryPosition = std::conditional_t<kStages == 1, OneStage, RingPosition<kStages>>;
 
 // Signals that this warp is done with a stage; barriers of empty stages count warps.
 __device__ __forceinline__ void release(ptx::Barrier& empty) {

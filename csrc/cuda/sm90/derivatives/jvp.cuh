@@ -51,7 +51,7 @@ struct Jvp : ForwardConsumer<Jvp<T, kHeadDim, TileOfRow, Given>> {
     KeyTile k[kStages], tk[kStages], v[kStages], tv[kStages];
     LseWords<float> words[kQueries];
     // `full` of a stage: the rows and their tangents have arrived; `empty`: both may be overwritten.
-    ptx::Barrier q_full, q_empty;
+    ptx::Barrier q_full[1], q_empty[1];
     ptx::Barrier k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
     ptx::Barrier work_full, work_empty, tail_cleared;
     Work work;
@@ -84,10 +84,10 @@ struct Jvp : ForwardConsumer<Jvp<T, kHeadDim, TileOfRow, Given>> {
     __device__ void load_tile(const Work& work, int key_start) {
       load_keys(work, key_start, work.last);
       const int batch = p.is_varlen() ? 0 : work.b;
-      ptx::barrier_wait(&shared.q_empty, q_parity ^ 1);
-      load_panels(shared.q, shared.q_full, maps.q, work.query_start + work.row0, work.h, batch);
+      ptx::barrier_wait(&shared.q_empty[0], q_parity ^ 1);
+      load_panels(shared.q, shared.q_full[0], maps.q, work.query_start + work.row0, work.h, batch);
       if constexpr (Given::kQ) {
-        load_panels(shared.tq, shared.q_full, maps.tq, work.query_start + work.row0, work.h, batch);
+        load_panels(shared.tq, shared.q_full[0], maps.tq, work.query_start + work.row0, work.h, batch);
       }
       q_parity ^= 1;
       for (int n = work.last; n >= work.first; --n) {
@@ -123,7 +123,8 @@ struct Jvp : ForwardConsumer<Jvp<T, kHeadDim, TileOfRow, Given>> {
   const JvpParams& p;
   const int group, warp_row;  // first of this warp's 16 rows, within the tile
   const Rule& score;
-  uint32_t q_parity = 0, work_parity = 0, tail_parity = 0;
+  OneStage q;
+  uint32_t work_parity = 0, tail_parity = 0;
   RingPosition<kStages> k, v;
   uint32_t q_fragments[kHeadDim / 16][4];  // operands from registers leave shared memory to those of the other products
   float scores[kScoreTiles][4], tangents[kScoreTiles][4], out[kOutTiles][4];
@@ -313,8 +314,8 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1)
   using Loader = typename Kernel::Loader;
   if (threadIdx.x == 0) {
     for (const CUtensorMap* map : {&maps.q, &maps.k, &maps.v}) ptx::prefetch_tensor_map(map);
-    ptx::barrier_init(&shared.q_full, Loader::kQueryLoads);
-    ptx::barrier_init(&shared.q_empty, Kernel::kWarps);
+    ptx::barrier_init(&shared.q_full[0], Loader::kQueryLoads);
+    ptx::barrier_init(&shared.q_empty[0], Kernel::kWarps);
     for (int i = 0; i < Kernel::kStages; ++i) {
       ptx::barrier_init(&shared.k_full[i], Loader::kKeyLoads);
       ptx::barrier_init(&shared.k_empty[i], Kernel::kWarps);

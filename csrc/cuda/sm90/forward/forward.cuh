@@ -34,7 +34,7 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
   using Element = typename Operands::Element;
   static constexpr RegisterBudget kRegisters = Operands::kRegisters;
   static constexpr int kGroups = kTile.groups, kQueries = kTile.queries(), kKeys = kTile.keys;
-  static constexpr int kStages = kTile.stages, kElementBytes = sizeof(T);
+  static constexpr int kStages = kTile.stages, kQueryStages = kTile.query_stages, kElementBytes = sizeof(T);
   static constexpr int kThreads = (kTile.teams() * kGroups + 1) * kGroupThreads,
                        kWarps = kGroups * 4;  // kWarps: a team
   static constexpr int kPanels = panels(Operands::kColumns);
@@ -58,7 +58,7 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
   // Whether rows of `out` are stored by TMA, where shared memory has room for them.
   static constexpr int kOutPanels = panels(kHeadDimV), kOtherBytes = 2048;  // at most: barriers and the work
   static constexpr int kTileBytes =
-      (kPanels + kOutPanels) * kQueries * 128 +
+      (kQueryStages * kPanels + kOutPanels) * kQueries * 128 +
       kStages * static_cast<int>(kPanels * kKeys * 128 + sizeof(typename Operands::Values));
   static constexpr bool kStoresByTma = std::is_same_v<Chunking, NoChunks> && !Policies::kTailsOfCaches && !kFinds &&
                                        kBiasTiles == 0 && !Scoring::kIsFp8 && kTileBytes + kOtherBytes <= kSharedBytes;
@@ -72,7 +72,7 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
   // Tiles are as in cuda/tile/panels.cuh. A barrier `full` says that a stage has arrived, `empty` that it may be
   // overwritten.
   struct Shared {
-    alignas(kPanelAlignment) Element q[kPanels][kQueries][kPanelColumns];
+    alignas(kPanelAlignment) Element q[kQueryStages][kPanels][kQueries][kPanelColumns];
     alignas(kPanelAlignment) Element k[kStages][kPanels][kKeys][kPanelColumns];
     alignas(kPanelAlignment) typename Operands::Values v[kStages];
     // Values before they are transposed (value_transposer.cuh).
@@ -80,7 +80,7 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
     alignas(panel_alignment(kBiasTiles)) MaybeArray<T[panels(kKeys)][kQueries][kPanelColumns], kBiasTiles> bias;
     alignas(panel_alignment(kStoresByTma))
         MaybeArray<T[kOutPanels][kOutRows][kPanelColumns], kStoresByTma ? kWarps : 0> out;
-    ptx::Barrier q_full, q_empty;
+    ptx::Barrier q_full[kQueryStages], q_empty[kQueryStages];
     ptx::Barrier k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
     MaybeArray<ptx::Barrier, kRowStages> rows_full, rows_empty;
     ptx::Barrier work_full, work_empty, tail_cleared;
@@ -119,7 +119,8 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
     RingPosition<kStages> k, v;
     RingPosition<kRowStages> rows;
     BiasTileLoader<kBiasTiles> bias;
-    uint32_t q_parity = 0, work_parity = 0;
+    QueryPosition<kQueryStages> q;
+    uint32_t work_parity = 0;
 
     __device__ void load_tiles(const TileGrid& grid) {
       each_work(
@@ -157,9 +158,9 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
         bias.load(shared, maps, work, n * kKeys);
       };
       load_keys(work.last);  // they have room earlier than the queries
-      ptx::barrier_wait(&shared.q_empty, q_parity ^ 1);
-      load_q(shared.q, shared.q_full);
-      q_parity ^= 1;
+      ptx::barrier_wait(&shared.q_empty[q.stage], q.parity ^ 1);
+      load_q(shared.q[q.stage], shared.q_full[q.stage]);
+      q.advance();
       for (int n = work.last; n >= work.first; --n) {
         if (n > work.first) load_keys(n - 1);
         if constexpr (kTransposers) {
@@ -180,7 +181,8 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
   const AttnParams& p;
   const int team, group, warp_row;  // warp_row: first of this warp's 16 rows, within the tile
   const Score& score;
-  uint32_t q_parity = 0, work_parity = 0, tail_parity = 0;
+  QueryPosition<kQueryStages> q;
+  uint32_t work_parity = 0, tail_parity = 0;
   RingPosition<kStages> k, v;
   float scores[kScoreTiles][4], out[kOutTiles][4];
   uint32_t weights[kSteps][4];
@@ -237,7 +239,7 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
     if constexpr (Operands::kInTurn) return compute_steps_in_turn(work, walk, unmasked);
     Visibility::await_keys(shared, k);
     this->await_phase();
-    score_product<Operands::kColumns, uint64_t>(scores, shared.q, group * 64, shared.k[k.stage]);
+    score_product<Operands::kColumns, uint64_t>(scores, shared.q[q.stage], group * 64, shared.k[k.stage]);
     this->pass_phase(group);
     const auto begun = begin_scores(work, n);
     Visibility::begin(shared, p, k, warp_row, walk);
@@ -255,7 +257,7 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
       for (Visibility::advance(walk);; Visibility::advance(walk)) {
         Visibility::await_keys(shared, k);
         this->await_phase();
-        score_product<Operands::kColumns, uint64_t>(scores, shared.q, group * 64, shared.k[k.stage]);
+        score_product<Operands::kColumns, uint64_t>(scores, shared.q[q.stage], group * 64, shared.k[k.stage]);
         ptx::barrier_wait(&shared.v_full[v.stage], v.parity);
         operands.accumulate(out, weights, shared.v[v.stage]);
         this->pass_phase(group);
@@ -287,7 +289,7 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
     for (;; Visibility::advance(walk)) {
       Visibility::await_keys(shared, k);
       if constexpr (!kTurnsOfValues) this->await_phase();
-      score_product<Operands::kColumns, uint64_t>(scores, shared.q, group * 64, shared.k[k.stage]);
+      score_product<Operands::kColumns, uint64_t>(scores, shared.q[q.stage], group * 64, shared.k[k.stage]);
       if constexpr (!kTurnsOfValues) this->pass_phase(group);
       const auto begun = begin_scores(work, walk.n);
       Visibility::begin(shared, p, k, warp_row, walk);
@@ -468,12 +470,10 @@ void launch_forward(const AttnParams& p) {
     if (maps.has_out) maps.out = query_map(p, p.out, p.head_dim_v, kOutRows);
   }
   Kernel::Scoring::set_bias_map(p, &maps, Kernel::kQueries);
-  const int64_t blocks = tile_count(p.seqlen_q, Kernel::kQueries), heads = p.batch * p.heads_q, all = blocks * heads;
-  int* const taken = takes_tiles(p, all, Kernel::kMasks) ? static_cast<int*>(p.workspace) : nullptr;
-  const TileGrid grid{forward_order(p, blocks, Kernel::kElementBytes, Kernel::Scoring::kBatchesTogether ? p.batch : 1),
-                      static_cast<int>(all), taken};
-  Kernel::Operands::prepare(p, taken);
-  launch_forward_kernel<Kernel>("sm90 forward", p, all, maps, grid);
+  const TileGrid grid = forward_grid(p, tile_count(p.seqlen_q, Kernel::kQueries), Kernel::kElementBytes,
+                                     Kernel::Scoring::kBatchesTogether ? p.batch : 1, Kernel::kMasks);
+  Kernel::Operands::prepare(p, grid.taken);
+  launch_forward_kernel<Kernel>("sm90 forward", p, grid.tiles, maps, grid);
 }
 
 template <class T, int kHeadDim, Options kOptions, int kHeadDimV>

@@ -57,7 +57,8 @@ struct ListedKeyLoader {
   const TileGrid& grid;
   const int team;
   RingPosition<Kernel::kStages> k, v, partial;
-  uint32_t q_parity = 0, work_parity = 0;
+  QueryPosition<Kernel::kQueryStages> q;
+  uint32_t work_parity = 0;
   int following = 0;  // in lane 0, once it is taken: the number of the tile to load next
   bool has_taken = false;
 
@@ -128,9 +129,9 @@ struct ListedKeyLoader {
     work_parity ^= 1;
   }
   __device__ __forceinline__ void load_queries(const Work& work) {
-    ptx::barrier_wait(&shared.q_empty, q_parity ^ 1);
-    if (lane() == 0) load_panels(shared.q, shared.q_full, maps.q, work.row0, work.h, work.b);
-    q_parity ^= 1;
+    ptx::barrier_wait(&shared.q_empty[q.stage], q.parity ^ 1);
+    if (lane() == 0) load_panels(shared.q[q.stage], shared.q_full[q.stage], maps.q, work.row0, work.h, work.b);
+    q.advance();
   }
   __device__ __forceinline__ void load_keys(const Work& work, const MaskBlock& tile, int hk) {
     ptx::barrier_wait(&shared.k_empty[k.stage], k.parity ^ 1);
@@ -204,13 +205,13 @@ struct BlockVisibility : InspectedVisibility {
     }
   }
 
-  template <int kKeys, class Shared, class Ring, class Work, class Skip, class Compute, class End>
+  template <int kKeys, class Shared, class Ring, class Queries, class Work, class Skip, class Compute, class End>
   static __device__ __forceinline__ void compute_tile(Shared& shared, const AttnParams&, const Ring&, int,
-                                                      uint32_t q_parity, const Work& work, const Skip&,
+                                                      const Queries& q, const Work& work, const Skip&,
                                                       const Compute& compute, const End&) {
     Walk walk;
     walk.left = work.last - work.first;
-    ptx::barrier_wait(&shared.q_full, q_parity);
+    ptx::barrier_wait(&shared.q_full[q.stage], q.parity);
     compute(walk);
   }
   template <class Shared, class Ring>

@@ -202,7 +202,7 @@ struct FoundKeyLoader {
   const Maps& maps;
   RingPosition<Kernel::kStages> k, v, partial;
   RingPosition<kKeyBatches> at;
-  uint32_t q_parity = 0;
+  QueryPosition<Kernel::kQueryStages> q;
   KeyTile without_values{};  // values of a tile are loaded after the keys of the next one
 
   __device__ void load_all() {
@@ -247,10 +247,11 @@ struct FoundKeyLoader {
     if (without_values.has(KeyTile::kLast)) load_values(batch, without_values, hk, b);
   }
   __device__ __forceinline__ void load_queries(const Batch& batch, int b) {
-    ptx::barrier_wait(&shared.q_empty, q_parity ^ 1);
+    ptx::barrier_wait(&shared.q_empty[q.stage], q.parity ^ 1);
     const auto& work = batch.work;
-    if (lane() == 0) load_panels(shared.q, shared.q_full, maps.q, work.query_start + work.row0, work.h, b);
-    q_parity ^= 1;
+    if (lane() == 0)
+      load_panels(shared.q[q.stage], shared.q_full[q.stage], maps.q, work.query_start + work.row0, work.h, b);
+    q.advance();
   }
   __device__ __forceinline__ void load_keys(const Batch& batch, const KeyTile& tile, int hk, int b) {
     ptx::barrier_wait(&shared.k_empty[k.stage], k.parity ^ 1);
@@ -401,13 +402,13 @@ struct IntervalVisibility : InspectedVisibility {
     }
   }
 
-  template <int kKeys, class Shared, class Ring, class Work, class Skip, class Compute, class End>
+  template <int kKeys, class Shared, class Ring, class Queries, class Work, class Skip, class Compute, class End>
   static __device__ __forceinline__ void compute_tile(Shared& shared, const AttnParams&, const Ring& k, int group,
-                                                      uint32_t q_parity, const Work&, const Skip& skip,
+                                                      const Queries& q, const Work&, const Skip& skip,
                                                       const Compute& compute, const End& end) {
     Walk walk;
     walk.run = 0;
-    ptx::barrier_wait(&shared.q_full, q_parity);
+    ptx::barrier_wait(&shared.q_full[q.stage], q.parity);
     for (receive_keys(shared, k, walk); !walk.done;) {
       if (walk.tile.has(KeyTile::kSeen + group)) {
         compute(walk);

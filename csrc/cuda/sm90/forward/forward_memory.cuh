@@ -12,8 +12,10 @@ namespace flashattn_ext::sm90 {
 // One thread calls it.
 template <class Kernel>
 __device__ __forceinline__ void init_barriers(SharedOf<Kernel>& shared) {
-  ptx::barrier_init(&shared.q_full, 1);
-  ptx::barrier_init(&shared.q_empty, Kernel::kWarps);
+  for (int i = 0; i < Kernel::kQueryStages; ++i) {
+    ptx::barrier_init(&shared.q_full[i], 1);
+    ptx::barrier_init(&shared.q_empty[i], Kernel::kWarps);
+  }
   for (int i = 0; i < Kernel::kStages; ++i) {
     ptx::barrier_init(&shared.k_full[i], 1);
     ptx::barrier_init(&shared.k_empty[i], Kernel::kWarps);

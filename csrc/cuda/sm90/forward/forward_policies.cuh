@@ -42,6 +42,8 @@ struct ForwardPolicies<kBrief> : PlainPolicies {};
 template <>
 struct ForwardPolicies<kFewTiles> : PlainPolicies {};
 template <>
+struct ForwardPolicies<kBriefFewTiles> : PlainPolicies {};
+template <>
 struct ForwardPolicies<kDropout> : PlainPolicies {
   template <int kSteps>
   using Dropping = CounterDropout<kSteps>;

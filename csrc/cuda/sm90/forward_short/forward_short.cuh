@@ -115,16 +115,23 @@ struct ShortForward {
     set_zero(out);
     softmax.start(-infinity());
     const Limits seen = mask().keys_of(now.row, min(now.row + kShortRows, length_q()));
-    int key = seen.begin / kLeastKeys * kLeastKeys;
-    const int end = (seen.end + kLeastKeys - 1) / kLeastKeys * kLeastKeys;
+    const int begin = seen.begin / kKeys * kKeys, end = (seen.end + kLeastKeys - 1) / kLeastKeys * kLeastKeys;
+    const bool is_empty = seen.begin >= seen.end;
     ptx::barrier_wait(&arrived.q, q_parity);
     q_parity ^= 1;
     ptx::barrier_wait(&arrived.k, 0);
+    if (is_empty) release_queries(number);
 #pragma unroll 1
-    for (; key + kKeys <= end; key += kKeys) step<kKeys>(number, key, end);
-    take_step<64>(number, key, end);
-    take_step<32>(number, key, end);
-    if (seen.begin >= seen.end) release_queries(number);
+    for (int key = is_empty ? -1 : (end - 1) / kKeys * kKeys; key >= begin; key -= kKeys) {
+      const int end_of_step = min(key + kKeys, end), last_end = key == begin ? end_of_step : 0;
+      if (end_of_step == key + kKeys) {
+        step<kKeys>(number, key, last_end);
+      } else {
+        int part = key;
+        take_step<64>(number, part, end, last_end);
+        take_step<32>(number, part, end, last_end);
+      }
+    }
     ptx::wgmma_wait<0>();
     ptx::hold(out);
     store();
@@ -136,23 +143,24 @@ struct ShortForward {
   }
   // A step with fewer keys than the others, if as many are left.
   template <int kCount>
-  __device__ __forceinline__ void take_step(int number, int& key, int end) {
+  __device__ __forceinline__ void take_step(int number, int& key, int end, int last_end) {
     if constexpr (kCount < kKeys) {
       if (key + kCount > end) return;
-      step<kCount>(number, key, end);
+      step<kCount>(number, key, last_end);
       key += kCount;
     }
   }
 
-  // The product with values is in flight when it returns: the next scores come behind it.
+  // The product with values is in flight when it returns: the next scores come behind it. last_end: where the last
+  // product with the queries ends, if it is one of these keys.
   template <int kCount>
-  __device__ __forceinline__ void step(int number, int key, int end) {
+  __device__ __forceinline__ void step(int number, int key, int last_end) {
     float x[1][kCount / 8][4];
     multiply_keys(x[0], key);
     ptx::wgmma_wait<0>();
     ptx::hold(x[0]);
     ptx::hold(out);
-    if (key + kCount >= end) release_queries(number);
+    if (key + kCount == last_end) release_queries(number);
     const auto& rule = scoring.make_logits(p, score, x, Nothing(), Nothing());
     const int row = now.row + warp * 16;
     const Limits full = mask().keys_of_all(row, min(row + 16, length_q()));

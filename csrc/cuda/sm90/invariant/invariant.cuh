@@ -186,15 +186,14 @@ void invariant(const AttnParams& p) {
   static_assert(kHeadDim == kHeadDimV);
   using Kernel = InvariantKernel<T, kHeadDim, kOptions, InvariantForward>;
   if (p.batch * p.heads_q == 0) return;
-  const int64_t blocks = tile_count(p.seqlen_q, Kernel::kQueries), tiles = blocks * p.batch * p.heads_q;
-  int* const taken = takes_tiles(p, tiles, Kernel::kMasks) ? static_cast<int*>(p.workspace) : nullptr;
-  if (taken) zero_taken(p, taken);
   ChunkGrid grid{};
-  static_cast<TileGrid&>(grid) = {forward_order(p, blocks, sizeof(T)), static_cast<int>(tiles), taken};
+  static_cast<TileGrid&>(grid) =
+      forward_grid(p, tile_count(p.seqlen_q, Kernel::kQueries), sizeof(T), 1, Kernel::kMasks);
+  if (grid.taken) zero_taken(p, grid.taken);
   grid.sums = reinterpret_cast<float4*>(static_cast<char*>(p.workspace) + kForwardBytes);
   const ForwardMaps maps{query_map(p, p.q, p.head_dim, Kernel::kQueries), key_map(p, p.k, p.head_dim, Kernel::kKeys),
                          key_map(p, p.v, p.head_dim_v, Kernel::kKeys)};
-  launch_forward_kernel<Kernel>("sm90 invariant forward", p, tiles, maps, grid);
+  launch_forward_kernel<Kernel>("sm90 invariant forward", p, grid.tiles, maps, grid);
 }
 
 template <class T, int kHeadDim, Options kOptions, int kHeadDimV>

@@ -60,16 +60,16 @@ struct ArithmeticVisibility {
     if (threadIdx.x == 0) typename Kernel::Loader{shared, p, maps}.load_tiles(grid);
   }
 
-  template <int kKeys, class Shared, class Ring, class Work, class Skip, class Compute, class End>
+  template <int kKeys, class Shared, class Ring, class Queries, class Work, class Skip, class Compute, class End>
   static __device__ __forceinline__ void compute_tile(Shared& shared, const AttnParams& p, const Ring&, int group,
-                                                      uint32_t q_parity, const Work& work, const Skip& skip,
+                                                      const Queries& q, const Work& work, const Skip& skip,
                                                       const Compute& compute, const End& end) {
     // Other warpgroups may see more.
     const Limits own = work.template tiles_of<kKeys>(p, work.row0 + group * 64);
     Walk walk{own.end - 1, own.begin};
     int n = work.last;
     for (; n >= own.end; --n) skip(n);
-    ptx::barrier_wait(&shared.q_full, q_parity);
+    ptx::barrier_wait(&shared.q_full[q.stage], q.parity);
     n >= own.begin ? compute(walk) : end();
     for (n = min(n, own.begin - 1); n >= work.first; --n) skip(n);
   }
@@ -94,8 +94,8 @@ struct ArithmeticVisibility {
 // --- consumer warpgroups -------------------------------------------------------------------------------------------
 //
 // Turns to issue products, and the steps of the queries and of the rings of keys and values. ForwardConsumer is a
-// base class of the kernel's object, which has `shared`, `p`, `group`, q_parity, tail_parity and its places `k` and `v`
-// in the rings, and
+// base class of the kernel's object, which has `shared`, `p`, `group`, tail_parity and its places `q`, `k` and `v` in
+// the rings, and
 //   kGroups, kKeys            of its tile
 //   ping_pong()               the first of kGroups named barriers
 //   kClearsTail               whether the rows behind a packed sequence have to be zeroed in tiles of values
@@ -119,7 +119,7 @@ struct ForwardConsumer {
   __device__ __forceinline__ void compute_tile(const Work& work, const Generator& generator) {
     Kernel& kernel = self();
     Kernel::Visibility::template compute_tile<Kernel::kKeys>(
-        kernel.shared, kernel.p, kernel.k, kernel.group, kernel.q_parity, work, [&](int n) { skip_step(work, n); },
+        kernel.shared, kernel.p, kernel.k, kernel.group, kernel.q, work, [&](int n) { skip_step(work, n); },
         [&](auto& walk) { kernel.compute_steps(work, walk, generator); }, [&] { end_queries(); });
   }
   __device__ __forceinline__ void end_keys(bool last_of_tile) {
@@ -130,8 +130,8 @@ struct ForwardConsumer {
   }
   __device__ __forceinline__ void end_queries() {
     Kernel& kernel = self();
-    release(kernel.shared.q_empty);
-    kernel.q_parity ^= 1;
+    release(kernel.shared.q_empty[kernel.q.stage]);
+    kernel.q.advance();
   }
 
   // Skips a key tile that only other warpgroups see.

@@ -63,10 +63,8 @@ __device__ __forceinline__ void each_forward_work(const AttnParams& p, const Til
   }
 }
 
-// Zeroes TileGrid::taken, for calls in which thread blocks take more than one tile.
-inline void zero_taken(const AttnParams& p, int* taken) {
-  check_launch(cudaMemsetAsync(taken, 0, sizeof(int), static_cast<cudaStream_t>(p.stream)), "memset", p);
-}
+// Zeroes TileGrid::taken, for calls in which thread blocks take more than one tile (zero_taken.cu).
+void zero_taken(const AttnParams& p, int* taken);
 
 // Publishes a tile to the consumer warps; one thread calls it. parity: of the barriers, 0 at first.
 template <class Shared>
@@ -92,12 +90,25 @@ __device__ __forceinline__ ForwardWork receive_work(Shared& shared, uint32_t* pa
   return work;
 }
 
-// Whether thread blocks take the tiles of a forward one by one, from a counter. Where all tiles are equally long and
-// there are few for each thread block, that gains less than it costs to zero the counter, two microseconds.
+// Whether thread blocks take the tiles of a forward one by one, from a counter. It gains less than it costs to zero the
+// counter, one to two microseconds, where each has one tile or two (TileGrid::next), and where each has few and all are
+// equally long: those of a causal call, if a head has one tile, or as many of both lengths, if it has two.
 inline bool takes_tiles(const AttnParams& p, int64_t tiles, bool has_mask) {
   constexpr int64_t kMostRounds = 16;  // of a tile for every thread block
-  const bool equal = !has_mask && p.window_left == kUnbounded && p.window_right == kUnbounded && !p.is_varlen();
-  return tiles > multiprocessors() && !(equal && tiles <= kMostRounds * multiprocessors());
+  const bool unbounded = p.window_left == kUnbounded && p.window_right == kUnbounded;
+  const int64_t rounds = tile_count(tiles, multiprocessors());
+  if (rounds <= 1 || has_mask || p.is_varlen()) return rounds > 1;
+  return rounds > (unbounded || tiles <= 2 * p.batch * p.heads_q ? kMostRounds : 2);
+}
+// The tiles of a forward, `blocks` of a sequence; at_least: forward_order. Where thread blocks take no tiles from a
+// counter, the two tiles of a causal head follow each other and read the same keys.
+inline TileGrid forward_grid(const AttnParams& p, int64_t blocks, int64_t element_bytes, int64_t at_least,
+                             bool has_mask) {
+  const int64_t tiles = blocks * p.batch * p.heads_q;
+  int* const taken = takes_tiles(p, tiles, has_mask) ? static_cast<int*>(p.workspace) : nullptr;
+  TileOrder order = forward_order(p, blocks, element_bytes, at_least);
+  if (!taken && blocks == 2) order.section = 1;
+  return {order, static_cast<int>(tiles), taken};
 }
 
 }  // namespace flashattn_ext::sm90

@@ -56,12 +56,14 @@ inline int64_t padded_products(const AttnParams& p, const ForwardTile& tile) {
 }
 
 // The query rows of the multiprocessor that computes most of them. A tile computes no warpgroup without rows. Causal
-// tiles see half of the keys on average and start in the order of their lengths, so that they are spread evenly.
+// warpgroups see half of the keys on average, and tiles start in the order of their lengths, so that they are spread
+// evenly.
 inline int64_t busiest_rows(const AttnParams& p, const ForwardTile& tile, int64_t multiprocessors) {
   const int64_t of_head = tile_count(p.seqlen_q, tile.queries()), tiles = p.batch * p.heads_q * of_head;
   const int64_t rows = std::min<int64_t>(tile.queries(), tile_count(p.seqlen_q, 64) * 64);
   if (p.window_right != 0) return tile_count(tiles, multiprocessors) * rows;
-  return std::max(rows, tiles * (of_head + 1) * rows / (2 * of_head * multiprocessors));
+  const int64_t groups = tile_count(p.seqlen_q, 64);
+  return std::max(rows, tiles * rows * (groups + 1) / (2 * groups * multiprocessors));
 }
 
 constexpr size_t kForwardBytes = 64;  // workspace of the forward and of forward mode: TileGrid::taken
