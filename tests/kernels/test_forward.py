@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -112,13 +113,19 @@ def test_scores_far_below_zero_keep_their_relative_weights(device: str, dtype: t
 
 
 @pytest.mark.parametrize("D", [40, 64, 80, 112, 128])
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("S", [600, 230])
-def test_a_sequence_has_the_same_bits_alone_and_in_a_batch(device: str, D: int, causal: bool, S: int) -> None:
-    """On Hopper 8 heads alone have smaller tiles than 320 heads."""
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"causal": True}, {"window_size": (90, 7)}, {"causal": True, "smooth_softmax": True}],
+    ids=["full", "causal", "window", "smooth"],
+)
+@pytest.mark.parametrize("S", [600, 512, 256, 230, 197])
+def test_a_sequence_has_the_same_bits_alone_and_in_a_batch(
+    device: str, D: int, options: dict[str, Any], S: int
+) -> None:
+    """On Hopper 8 heads alone have smaller tiles than 320 heads, or another kernel."""
     B = 40 if device.startswith("cuda") else 3
     q, k, v = torch.randn(3, B, S, 8, D, device=device, dtype=torch.bfloat16)
-    out, lse = flashattn_ext.forward(q, k, v, causal=causal, return_lse=True)
-    alone, lse_alone = flashattn_ext.forward(q[2:3], k[2:3], v[2:3], causal=causal, return_lse=True)
+    out, lse = flashattn_ext.forward(q, k, v, return_lse=True, **options)
+    alone, lse_alone = flashattn_ext.forward(q[2:3], k[2:3], v[2:3], return_lse=True, **options)
     assert_same_bits(out[2:3], alone)
     assert_same_bits(lse[2:3], lse_alone)
