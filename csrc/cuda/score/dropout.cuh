@@ -16,8 +16,7 @@ struct Dropout {
   uint32_t batch;  // counted from the origin
 
   Dropout() = default;
-  __device__ __forceinline__ Dropout(const AttnParams& p, int64_t b)
-      : Dropout(philox_key(static_cast<uint64_t>(p.rng_state[0]), static_cast<uint64_t>(p.rng_state[1])), p, b) {}
+  __device__ __forceinline__ Dropout(const AttnParams& p, int64_t b) : Dropout(philox_key(p), p, b) {}
   __device__ __forceinline__ Dropout(const PhiloxKey& key, const AttnParams& p, int64_t b)
       : key(key), last(static_cast<uint32_t>(p.dropout_threshold - 1) * 0x01010101u), batch(batch_of(p, b)) {}
 
