@@ -1,7 +1,6 @@
-// Backward of calls with few queries for many keys on Hopper (cuda/decode/few_queries/backward.h). Such calls are bound
-// by the memory: they read k and v and write dk and dv. As in cuda/decode/few_queries/backward.cuh a work is one part
-// of the keys of a KV head, for the rows of all its query heads, which stay in shared memory; its partial dq stays in
-// registers.
+// Backward of calls with few queries for many keys on Hopper (cuda/decode/few_queries/backward.h). As in
+// cuda/decode/few_queries/backward.cuh a work is one part of the keys of a KV head, for the rows of all its query
+// heads, which stay in shared memory; its partial dq stays in registers.
 //
 // A thread block walks over several works. Its producer warp fills a ring of stages with 64 keys and values each, and
 // has the rows of the next work in shared memory before the present one ends. The two warpgroups take turns at the
