@@ -64,24 +64,16 @@ struct Dropout {
   // All bits of the kept elements of those registers, from their signs.
   template <int kSteps>
   static __device__ __forceinline__ void masks(uint32_t (&masks)[kSteps][4], const uint32_t (&signs)[kSteps][2]) {
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        masks[step][i] = ptx::permute_bytes(signs[step][0], signs[step][1], 0xCC88 + 0x1111 * i);
-      }
-    }
+    unrolled<kSteps, 4>([&](int step, int i) {
+      masks[step][i] = ptx::permute_bytes(signs[step][0], signs[step][1], 0xCC88 + 0x1111 * i);
+    });
   }
   template <int kSteps>
   static __device__ __forceinline__ void drop_packed(uint32_t (&weights)[kSteps][4],
                                                      const uint32_t (&signs)[kSteps][2]) {
     uint32_t kept[kSteps][4];
     masks(kept, signs);
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) weights[step][i] &= kept[step][i];
-    }
+    unrolled<kSteps, 4>([&](int step, int i) { weights[step][i] &= kept[step][i]; });
   }
 
   // Zeroes dropped weights of 16 queries from `row` on and keys from `column` on, both multiples of 16.

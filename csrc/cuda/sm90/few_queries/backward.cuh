@@ -182,14 +182,10 @@ struct FewQueriesBackward : FewQueriesBase<T, kHeadDim, 64 * kRowTiles, 2, kFewQ
       const auto kept = [&](int i, int n, int e) { return is_first ? dq[i][low + n][e] : dq[i][high + n][e]; };
       const auto given = [&](int i, int n, int e) { return is_first ? dq[i][high + n][e] : dq[i][low + n][e]; };
       ptx::named_barrier_sync(kFewQueriesBoth, kGroups * kGroupThreads);  // the memory of `exchange` is free
-#pragma unroll
-      for (int i = 0; i < kRowTiles; ++i) {
-#pragma unroll
-        for (int n = 0; n < kGivenTiles; ++n) {
-          shared.exchange[me].dq[i][n][thread()] =
-              make_float4(given(i, n, 0), given(i, n, 1), given(i, n, 2), given(i, n, 3));
-        }
-      }
+      unrolled<kRowTiles, kGivenTiles>([&](int i, int n) {
+        shared.exchange[me].dq[i][n][thread()] =
+            make_float4(given(i, n, 0), given(i, n, 1), given(i, n, 2), given(i, n, 3));
+      });
       ptx::named_barrier_sync(kFewQueriesBoth, kGroups * kGroupThreads);
 #pragma unroll
       for (int i = 0; i < kRowTiles; ++i) {
