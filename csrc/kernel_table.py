@@ -84,7 +84,7 @@ class Row(NamedTuple):
     head_dim_v: int
     options: str  # kPlain, say; empty in the rows of decode
     gpus: str
-    spill: int | None  # bytes that ptxas may spill; None: any number
+    spill: int  # bytes that ptxas may spill with the first tile
     tiles: tuple[tuple[str, ...], ...]  # sizes as in the table; the build has the first tile
     note: str  # the figures that chose the tile, or what decided otherwise
     group: str  # the note above several rows, which they share
@@ -203,7 +203,7 @@ def _row(array: str, cells: Sequence[str], note: str, group: str) -> Row:
         int(dims[-1]),
         options,
         gpus,
-        None if spill == "kMaySpill" else int(spill),
+        int(spill),
         tiles,
         note,
         group,

@@ -192,13 +192,10 @@ def joined_for_build(instances: dict[str, str]) -> dict[str, str]:
 
 
 def joined_for_check(instances: dict[str, str]) -> dict[str, str]:
-    """Up to six sources as one. Their host code is compiled for all or for none, and their machine code is read for all, with the same limit
-    for kernels without a row, or for none.
-    """
+    """Up to six sources as one. Their host code is compiled for all or for none, and their machine code is read for all or for none."""
 
     def kind(name: str) -> Hashable:
-        limit = most_spilled(row.spill for row, _ in rows_of(Path(name)))
-        return is_read(Path(name)), limit if is_read(Path(name)) else None, name in sources_with_host_code()
+        return is_read(Path(name)), name in sources_with_host_code()
 
     return joined(instances, kind, lambda _: 1, MOST_JOINED)
 
@@ -303,18 +300,18 @@ def is_read(source: Path) -> bool:
 def read_sources() -> frozenset[str]:
     """The source of the largest head_dim, which has most values in registers, among those with the same templates. Templates depend on the
     header, options, type, whether head_dim is above 256, and how the tile divides the work: its first number, of warpgroups or keys, and
-    its words (kApart). Rows without a limit, read for warnings, stand for no row with one. Sources of kernels for other GPUs
-    whose rows allow any spills are not read, nor those of fp16, which has the registers of bf16.
+    its words (kApart). Rows that may spill more than FEW_BYTES stand for no row with less. Their sources are read only for the warnings of
+    kernels for Hopper; those of fp16, which has the registers of bf16, are not read.
     """
     groups: dict[tuple[object, ...], tuple[int, str]] = {}
     for name, rows in rows_of_sources(sm90=True).items():
         row, dtype = rows[0]
-        has_limit = any(one.spill is not None for one, _ in rows)
-        if dtype != "fp16" and (row.architecture == "sm90" or has_limit):
+        spills_little = any(one.spill <= FEW_BYTES for one, _ in rows)
+        if dtype != "fp16" and (row.architecture == "sm90" or spills_little):
             first, *others = row.tiles[0]
             words = tuple(other for other in others if not str(other).isdigit())
             options = SUFFIXES.get(row.options, "")
-            key = (row.header, options, dtype, row.head_dim > 256, first, words, has_limit)
+            key = (row.header, options, dtype, row.head_dim > 256, first, words, spills_little)
             groups[key] = max(groups.get(key, (0, "")), (row.head_dim, name))
     return frozenset(name for _, name in groups.values())
 
@@ -336,14 +333,10 @@ def sources_with_host_code() -> frozenset[str]:
 
 # Registers
 
+FEW_BYTES = 8  # of spills, in the choice of the sources that are read
+
 # Bytes that kernels without a row may spill, beside those of the rows in their source: around a call that divides 64-bit integers.
 SPILLS_WITHOUT_ROW = {"18bias_finish_kernel": 12}
-
-
-def most_spilled(limits: Iterable[int | None]) -> int | None:
-    """The largest limit; None is any number of bytes."""
-    known = [*limits]
-    return None if None in known else max((limit for limit in known if limit is not None), default=0)
 
 
 def spilling(log: str, rows: Iterable[tuple[Row, str]]) -> list[str]:
@@ -352,13 +345,13 @@ def spilling(log: str, rows: Iterable[tuple[Row, str]]) -> list[str]:
     Kernels that have no row of their own, such as the one that rounds dq, may spill as much as any row of the source.
     """
     limits = [(row.mangled(dtype), row.spill) for row, dtype in rows]
-    most = most_spilled(limit for _, limit in limits)
+    most = max((limit for _, limit in limits), default=0)
     limits += [(re.compile(name), limit) for name, limit in SPILLS_WITHOUT_ROW.items()]
     problems = []
     for kernel, text in re.findall(r"Compiling entry function '(\w+)'(.*?)(?=Compiling entry function|\Z)", log, re.S):
         spills = max((int(found) for found in re.findall(r"(\d+) bytes spill stores", text)), default=0)
         limit = next((limit for name, limit in limits if name.search(kernel)), most)
-        if limit is not None and spills > limit:
+        if spills > limit:
             problems.append(f"spills {spills} bytes, {limit} allowed: {kernel}")
     return problems
 

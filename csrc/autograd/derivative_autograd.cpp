@@ -10,9 +10,7 @@
 // - forward mode of H: H of the tangents of the tangents, plus H of the tangents of dout and dlse.
 //
 // Where out, lse, tout and tlse are arguments, they count as functions of the other inputs: these are total
-// derivatives, and the four have no derivatives of their own. No op computes the derivative of H with respect to the
-// inputs, which is of order three, its gradient of dout and dlse, or the tangent of J for tangents of the inputs. (The
-// last two are second directional derivatives of out and lse.)
+// derivatives, and the four have no derivatives of their own.
 #include <torch/library.h>
 
 #include <algorithm>

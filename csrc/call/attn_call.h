@@ -174,4 +174,13 @@ class Arguments {
 // tensors if torch.compile has made any of them symbolic, else an empty list.
 void push_scalars(const c10::OperatorHandle& op, torch::jit::Stack* stack);
 
+// The overload `call` of the op kPure, where it takes the arguments of that op but for `scalars`. It redispatches with
+// its own dispatch keys, so that both share one range in a profile.
+template <const char* kPure>
+void call_of(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  static const c10::OperatorHandle pure = c10::Dispatcher::singleton().findSchemaOrThrow(kPure, "");
+  push_scalars(op, stack);
+  pure.redispatchBoxed(keys, stack);
+}
+
 }  // namespace flashattn_ext

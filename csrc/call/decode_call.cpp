@@ -83,9 +83,7 @@ void check_kind_of_new_keys(const char* name, const at::Tensor& t, const DecodeC
 }
 
 void check_shape(const char* name, const at::Tensor& t, c10::SymIntArrayRef shape, const char* what) {
-  bool same = t.dim() == static_cast<int64_t>(shape.size());
-  for (int64_t dim = 0; same && dim < t.dim(); ++dim) same = holds(t.sym_size(dim).sym_eq(shape[dim]));
-  TORCH_CHECK_VALUE(same, name, ": expected shape ", shape, " ", what, ", got ", t.sym_sizes());
+  TORCH_CHECK_VALUE(has_shape(t, shape), name, ": expected shape ", shape, " ", what, ", got ", t.sym_sizes());
 }
 
 void check_integers(const char* name, const std::optional<at::Tensor>& t, const DecodeCall& c) {

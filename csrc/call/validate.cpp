@@ -29,6 +29,12 @@ bool holds(const c10::SymBool& condition) {
   return known ? *known : condition.expect_true(__FILE__, __LINE__);
 }
 
+bool has_shape(const at::Tensor& t, c10::SymIntArrayRef shape) {
+  bool same = t.dim() == static_cast<int64_t>(shape.size());
+  for (int64_t dim = 0; same && dim < t.dim(); ++dim) same = holds(t.sym_size(dim).sym_eq(shape[dim]));
+  return same;
+}
+
 void check_device(const char* name, const at::Tensor& t, const at::Tensor& q) {
   TORCH_CHECK_VALUE(t.device() == q.device(), name, ": expected the device of q (", q.device(), "), got ", t.device());
 }
@@ -253,13 +259,11 @@ void check_mask(const AttnCall& c) {
                       ", ", keys, ", 2] (batch, heads, keys, first and last), got ", intervals.sym_sizes());
   }
   const std::vector<c10::SymInt> shape = mask_extremes_shape(intervals);
-  bool same = extremes.scalar_type() == at::kInt && extremes.device() == intervals.device() &&
-              extremes.dim() == intervals.dim();
-  for (int64_t dim = 0; same && dim < extremes.dim(); ++dim) same = holds(extremes.sym_size(dim).sym_eq(shape[dim]));
-  TORCH_CHECK_VALUE(same,
-                    "mask_extremes: expected the result of flashattn_ext::mask_extremes for mask_intervals, int32 ",
-                    c10::SymIntArrayRef(shape), " on ", intervals.device(), ", got ",
-                    dtype_name(extremes.scalar_type()), " ", extremes.sym_sizes(), " on ", extremes.device());
+  TORCH_CHECK_VALUE(
+      extremes.scalar_type() == at::kInt && extremes.device() == intervals.device() && has_shape(extremes, shape),
+      "mask_extremes: expected the result of flashattn_ext::mask_extremes for mask_intervals, int32 ",
+      c10::SymIntArrayRef(shape), " on ", intervals.device(), ", got ", dtype_name(extremes.scalar_type()), " ",
+      extremes.sym_sizes(), " on ", extremes.device());
 }
 
 }  // namespace
@@ -359,9 +363,7 @@ void validate(const AttnCall& c) {
 
 void check_shape_and_dtype(const char* name, const at::Tensor& t, c10::SymIntArrayRef shape, at::ScalarType dtype,
                            const AttnCall& c) {
-  bool same = t.dim() == static_cast<int64_t>(shape.size());
-  for (int64_t dim = 0; same && dim < t.dim(); ++dim) same = holds(t.sym_size(dim).sym_eq(shape[dim]));
-  TORCH_CHECK_VALUE(same, name, ": expected shape ", shape, ", got ", t.sym_sizes());
+  TORCH_CHECK_VALUE(has_shape(t, shape), name, ": expected shape ", shape, ", got ", t.sym_sizes());
   TORCH_CHECK_TYPE(t.scalar_type() == dtype, name, ": expected dtype ", dtype_name(dtype), ", got ",
                    dtype_name(t.scalar_type()));
   check_device(name, t, c.q);

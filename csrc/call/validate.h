@@ -16,6 +16,7 @@ void validate_rng_state(const std::optional<at::Tensor>& given, const c10::SymFl
 // Whether a condition on sizes holds. While a graph is traced it becomes a guard, or a check at run time where a size
 // has no value yet.
 bool holds(const c10::SymBool& condition);
+bool has_shape(const at::Tensor& t, c10::SymIntArrayRef shape);
 void check_device(const char* name, const at::Tensor& t, const at::Tensor& q);
 void check_shape_and_dtype(const char* name, const at::Tensor& t, c10::SymIntArrayRef shape, at::ScalarType dtype,
                            const AttnCall& call);

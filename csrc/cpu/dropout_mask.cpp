@@ -11,8 +11,7 @@ void cpu_dropout_mask(const AttnParams& params, bool* mask) {
     bool* mask;
     int workers;
     PhiloxKey key;
-  } call{params, mask, executor.num_threads,
-         philox_key(static_cast<uint64_t>(params.rng_state[0]), static_cast<uint64_t>(params.rng_state[1]))};
+  } call{params, mask, executor.num_threads, philox_key(params)};
   auto body = [](void* context, int worker) {
     const Call& c = *static_cast<const Call*>(context);
     const AttnParams& p = c.p;

@@ -1,11 +1,6 @@
-// Numbers of queries and keys in a tile of the CPU kernels.
-//
-// On an EPYC 9005 with 1 MB of L2 cache a core, 192 x 192 is as fast as any tile up to 256 x 256 within 2 % on average
-// over head dims from 64 to 512 in fp32 and 16 bits; 128 x 128 is up to 7 % slower and 64 x 64 up to 20 %, and larger
-// tiles would be fewer and balance the threads worse (docs/results/cpu.md). The loops of a tile read its keys, values
-// and scores many times over, its queries and results once: a tile is 192 x 192 if keys, values and scores fit the L2
-// cache of a core, or if its size is unknown, and otherwise 128 x 128. Only one CPU was measured; the smaller tile for
-// smaller caches is derived from this count, not measured.
+// Numbers of queries and keys in a tile of the CPU kernels: 192 x 192 if its keys, values and scores, which its loops
+// read many times over, fit the L2 cache of a core, or if the size of that is unknown; otherwise 128 x 128.
+// docs/results/cpu.md has the figures of these and of other tiles.
 #pragma once
 
 #include <cstdint>

@@ -119,18 +119,7 @@ void second(const c10::OperatorHandle& op, Stack* stack) {
   finish(finished(sums, given));
 }
 
-c10::OperatorHandle pure_op(const char* name) { return c10::Dispatcher::singleton().findSchemaOrThrow(name, ""); }
-
-void jvp_call(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
-  static const c10::OperatorHandle pure = pure_op("flashattn_ext::jvp");
-  push_scalars(op, stack);
-  pure.redispatchBoxed(keys, stack);
-}
-void second_call(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
-  static const c10::OperatorHandle pure = pure_op("flashattn_ext::second");
-  push_scalars(op, stack);
-  pure.redispatchBoxed(keys, stack);
-}
+constexpr char kJvp[] = "flashattn_ext::jvp", kSecond[] = "flashattn_ext::second";
 
 }  // namespace
 
@@ -156,8 +145,8 @@ TORCH_LIBRARY_IMPL(flashattn_ext, CUDA, m) { implement_derivatives(m); }
 TORCH_LIBRARY_IMPL(flashattn_ext, PrivateUse1, m) { implement_derivatives(m); }
 
 void implement_derivative_calls(torch::Library& m) {
-  m.impl("jvp.call", torch::CppFunction::makeFromBoxedFunction<&jvp_call>());
-  m.impl("second.call", torch::CppFunction::makeFromBoxedFunction<&second_call>());
+  m.impl("jvp.call", torch::CppFunction::makeFromBoxedFunction<&call_of<kJvp>>());
+  m.impl("second.call", torch::CppFunction::makeFromBoxedFunction<&call_of<kSecond>>());
 }
 TORCH_LIBRARY_IMPL(flashattn_ext, CompositeImplicitAutograd, m) { implement_derivative_calls(m); }
 TORCH_LIBRARY_IMPL(flashattn_ext, FuncTorchBatched, m) { implement_derivative_calls(m); }

@@ -203,11 +203,6 @@ at::Tensor new_rng_state(const at::Tensor& device_of, const std::optional<c10::S
   return at::randint(1, std::numeric_limits<int64_t>::max(), {2}, device_of.options().dtype(at::kLong));
 }
 
-// Redispatches to the pure op with the dispatch keys of its `call`, so that both share one range in a profile.
-void run_in_place(const c10::OperatorHandle& pure, c10::DispatchKeySet keys, Stack* stack) {
-  pure.redispatchBoxed(keys, stack);
-}
-
 // Whether the argument dropout_p may be above 0 at run time. Always true for a symbolic dropout_p: a comparison would
 // specialise the traced graph on its current value, and torch's caches of compiled graphs do not record guards on
 // floats. If dropout_p turns out to be 0, the kernels do not read the state.
@@ -270,22 +265,13 @@ void forward_call(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack
   if (rng_state.key_set().has(c10::DispatchKey::FuncTorchBatched)) {
     pure.callBoxed(stack);
   } else {
-    run_in_place(pure, keys.remove(c10::DispatchKey::FuncTorchVmapMode), stack);  // not a key of the pure op
+    // As in call_of(); the removed key is none of the pure op.
+    pure.redispatchBoxed(keys.remove(c10::DispatchKey::FuncTorchVmapMode), stack);
   }
   stack->erase(stack->end() - 3, stack->end() - 1);  // lse_words, centres
 }
 
-void backward_call(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
-  static const c10::OperatorHandle pure = operator_named("flashattn_ext::backward");
-  push_scalars(op, stack);
-  run_in_place(pure, keys, stack);
-}
-
-void dropout_mask_call(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
-  static const c10::OperatorHandle pure = operator_named("flashattn_ext::dropout_mask");
-  push_scalars(op, stack);
-  run_in_place(pure, keys, stack);
-}
+constexpr char kBackward[] = "flashattn_ext::backward", kDropoutMask[] = "flashattn_ext::dropout_mask";
 
 // The state of an explicit seed in device memory, made without synchronisation. An op of its own, because compilers may
 // generate 32-bit code for dynamic integers.
@@ -360,8 +346,8 @@ TORCH_LIBRARY_IMPL(flashattn_ext, PrivateUse1, m) { implement(m); }
 
 void implement_calls(torch::Library& m) {
   m.impl("forward.call", torch::CppFunction::makeFromBoxedFunction<&forward_call>());
-  m.impl("backward.call", torch::CppFunction::makeFromBoxedFunction<&backward_call>());
-  m.impl("dropout_mask.call", torch::CppFunction::makeFromBoxedFunction<&dropout_mask_call>());
+  m.impl("backward.call", torch::CppFunction::makeFromBoxedFunction<&call_of<kBackward>>());
+  m.impl("dropout_mask.call", torch::CppFunction::makeFromBoxedFunction<&call_of<kDropoutMask>>());
 }
 TORCH_LIBRARY_IMPL(flashattn_ext, CompositeImplicitAutograd, m) { implement_calls(m); }
 // The batching rules of the pure ops under torch.vmap are in vmap.py.

@@ -16,16 +16,14 @@
 //
 // Centres. Three of these sums may run over all keys of a row: the sum for a slope, and the sums for both ends of the
 // relative bias (distances of -reach and less, of reach and more). Each adds up g_j x_j, where x_j is |d|, or 1 in that
-// end and 0 elsewhere. As g_j = p_j (dp_j - delta), a rounding error of delta, which is computed from the rounded
-// `out`, is multiplied by sum p_j x_j, which may be far from 0, while the sum itself nearly cancels out. So the forward
-// keeps that number for each row, its centre c = sum p_j x_j (on the CPU and on NVIDIA GPUs), and the backward forms
+// end and 0 elsewhere, and nearly cancels out. The forward keeps a centre c = sum p_j x_j for each of them and row (on
+// the CPU and on NVIDIA GPUs), with which the backward forms
 //
 //   sum_j g_j x_j = sum_j g_j (x_j - c) + c * (p_sink * delta + dlse)
 //
-// where p_sink is the weight of the row's sink, 0 without one, and the bracket equals the sum of g_j over the whole
-// row. The error of delta is then multiplied by sum p_j (x_j - c) - c * p_sink = 0. The equation holds for every c; a
-// forward that keeps no centres leaves them 0. Both ends are one entry when reach is 0; each score counts for one of
-// them.
+// where p_sink is the weight of the row's sink, 0 without one. docs/dataflow.md says why. The equation holds for every
+// c; a forward that keeps no centres leaves them 0. Both ends are one entry when reach is 0; each score counts for one
+// of them.
 #pragma once
 
 #include "params.h"

@@ -34,6 +34,10 @@ FLASHATTN_HOST_DEVICE PhiloxKey philox_key(uint64_t seed, uint64_t offset) {
   return {static_cast<uint32_t>(x), static_cast<uint32_t>(x >> 32)};
 }
 
+FLASHATTN_HOST_DEVICE PhiloxKey philox_key(const AttnParams& p) {
+  return philox_key(static_cast<uint64_t>(p.rng_state[0]), static_cast<uint64_t>(p.rng_state[1]));
+}
+
 FLASHATTN_HOST_DEVICE PhiloxWords philox(PhiloxKey key, uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3) {
   for (int round = 0; round < kPhiloxRounds; ++round) {
     const uint64_t product0 = static_cast<uint64_t>(kPhiloxMultiplier0) * c0;

@@ -21,8 +21,7 @@
 // the product: log2(e) * logit = factor * x + bias, with the bias in units of log2 (in_log2_units).
 //
 // Rounding. In calls without biases and options of a score the exponent is fma(factor, x, -offset), whose product is
-// exact, so that the weights of a row have no rounding error beyond that of their common offset, which their sum has
-// too. From kRoundsProducts on the product is rounded first.
+// exact. From kRoundsProducts on the product is rounded first (docs/large_logits.md).
 //
 // A rule is a small struct that the host fills and a kernel takes by value and as a template argument.
 #pragma once

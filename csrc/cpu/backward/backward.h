@@ -100,7 +100,6 @@ class Backward : public KeyTileWalk<Backward<In, Op, Accuracy, Rule>, AttnGradPa
 
 template <class In, class Op, class Accuracy, class Rule>
 void backward(const AttnGradParams& p) {
-  const CpuExecutor& executor = *static_cast<const CpuExecutor*>(p.stream);
   const BackwardWorkspace<In, Op> workspace(p, p.workspace);
   char* scratch = static_cast<char*>(p.workspace) + workspace.bytes;
   const int64_t scratch_bytes = BackwardScratch<In, Op>(p, nullptr).bytes;
@@ -111,14 +110,13 @@ void backward(const AttnGradParams& p) {
     return Backward<In, Op, Accuracy, Rule>(p, workspace, scratch + worker * scratch_bytes);
   });
 
-  std::atomic<int64_t> next_head{0};
   const bool adds_centres = p.centres.data && (p.has_sink || p.dlse.data) && (p.dalibi_slopes || p.drelative_bias);
-  run_workers(executor, p.dsink || adds_centres ? p.heads_q : 0, [&](int) {
-    int64_t h;
-    while ((h = next_head.fetch_add(1, std::memory_order_relaxed)) < p.heads_q) {
-      if (p.dsink) finish_sink(p, workspace, h);
-      if (adds_centres) finish_biases(p, workspace, h);
+  for_each_item(p, p.dsink || adds_centres ? p.heads_q : 0, [&](int64_t h) {
+    if (p.dsink) {
+      finish_sink<typename Op::Real>(
+          p, h, [&](int64_t b, int64_t row) { return static_cast<double>(workspace.delta_of(p, b, h)[row]); });
     }
+    if (adds_centres) finish_biases(p, workspace, h);
   });
 }
 

@@ -10,18 +10,16 @@
 namespace flashattn_ext {
 namespace FLASHATTN_ISA {
 
-// The gradient of one head's sink: a sum over its rows in a fixed order.
-template <class In, class Op>
-inline void finish_sink(const AttnGradParams& p, const BackwardWorkspace<In, Op>& workspace, int64_t h) {
-  using Real = typename Op::Real;
+// The gradient of one head's sink: a sum over its rows in a fixed order. gradient_of(b, row): minus the gradient of the
+// sink's logit in a row of the sequence, divided by its weight.
+template <class Real, class GradientOf>
+inline void finish_sink(const AttnGradParams& p, int64_t h, GradientOf gradient_of) {
   const Real sink = static_cast<const Real*>(p.sink)[h];
-  const bool has_weight = sink_counts(sink);
   double sum = 0;
-  for (int64_t b = 0; has_weight && b < p.batch; ++b) {
+  for (int64_t b = 0; sink_counts(sink) && b < p.batch; ++b) {
     const Sequence queries = query_sequence(p, b);
-    const Real* delta = workspace.delta_of(p, b, h);
     for (int64_t i = 0; i < queries.length; ++i) {
-      sum -= weight_of_sink(p, b, h, queries.start + i, sink) * static_cast<double>(delta[i]);
+      sum -= weight_of_sink(p, b, h, queries.start + i, sink) * gradient_of(b, i);
     }
   }
   static_cast<Real*>(p.dsink)[h] = static_cast<Real>(sum);

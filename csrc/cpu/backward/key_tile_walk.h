@@ -173,11 +173,12 @@ class KeyTileWalk {
 
  public:
   KeyTileWalk(const Params& params, const Workspace& call_workspace, void* base)
-      : p(params), workspace(call_workspace), size(workspace.size), rule(Rule::of(params)), scratch(params, base) {
-    if (p.has_dropout()) {
-      philox = philox_key(static_cast<uint64_t>(p.rng_state[0]), static_cast<uint64_t>(p.rng_state[1]));
-    }
-  }
+      : p(params),
+        workspace(call_workspace),
+        size(workspace.size),
+        rule(Rule::of(params)),
+        scratch(params, base),
+        philox(philox_key_of(p)) {}
 
   // Processes one key tile of one KV head.
   void run(const WorkItem& item) {
@@ -324,10 +325,10 @@ class KeyTileWalk {
   const TileSize size;
   const Rule rule;
   Scratch scratch;
+  const PhiloxKey philox;
   StagedRows<Op> v{};
   bool isolates = false;  // isolated_rows.h: whether the current query tile needs it
-  PhiloxKey philox{0, 0};
-  HeadBias<Real> bias;  // the slope and biases of the current query head
+  HeadBias<Real> bias;    // the slope and biases of the current query head
   int64_t batch = 0, key_tile = 0, key0 = 0, key_count = 0;
   Sequence queries{0, 0}, keys{0, 0};
 };
@@ -335,13 +336,7 @@ class KeyTileWalk {
 // Calls body(b, h) for every query head of every batch entry.
 template <class Body>
 inline void for_heads(const AttnParams& p, Body body) {
-  std::atomic<int64_t> next{0};
-  run_workers(*static_cast<const CpuExecutor*>(p.stream), p.batch * p.heads_q, [&](int) {
-    int64_t item;
-    while ((item = next.fetch_add(1, std::memory_order_relaxed)) < p.batch * p.heads_q) {
-      body(item / p.heads_q, item % p.heads_q);
-    }
-  });
+  for_each_item(p, p.batch * p.heads_q, [&](int64_t item) { body(item / p.heads_q, item % p.heads_q); });
 }
 
 // Runs all key tiles. kernel_of(worker) makes the kernel of a worker, whose run(item) processes a key tile of a KV
@@ -351,19 +346,11 @@ inline void run_key_tiles(const AttnGradParams& p, const BackwardWorkspace<In, O
   // Key tiles ascend within a batch entry, so that a worker that waits for earlier additions to dq waits only for items
   // that were drawn earlier.
   auto tiles_of = [&](int64_t b) { return ceil_div(key_sequence(p, b).length, workspace.size.keys); };
-  int64_t items = 0;
-  for (int64_t b = 0; b < p.batch; ++b) items += tiles_of(b) * p.heads_k;
   // If heads add in order to a shared bias gradient, a group of heads completes its walk before the next group may add:
   // adjacent items must then not belong to the same key tile.
   const bool heads_first = SharedBias(p).heads && p.group_size() > 1;
   workspace.bias_turns.reset();
-  std::atomic<int64_t> next{0};
-  run_workers(*static_cast<const CpuExecutor*>(p.stream), items, [&](int worker) {
-    auto kernel = kernel_of(worker);
-    WorkCursor cursor(p.batch, p.heads_k, heads_first);
-    WorkItem item;
-    while (cursor.find(next.fetch_add(1, std::memory_order_relaxed), tiles_of, &item)) kernel.run(item);
-  });
+  run_tiles(p, p.heads_k, heads_first ? WorkOrder::kHeadsFirst : WorkOrder::kTilesFirst, tiles_of, kernel_of);
 }
 
 }  // namespace FLASHATTN_ISA

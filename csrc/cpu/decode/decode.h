@@ -1,11 +1,8 @@
-// Decoding: attention of few queries to a KV cache, bound by memory bandwidth. The query heads of a KV head (GQA) form
-// one block of rows, so that keys and values are read once for all of them. Sequences with more queries are
-// compute-bound and go through forward.h. Forwards without a cache run here too if they have few queries
-// (few_queries.h).
-//
-// A work item processes keys for several KV heads at once: the heads of a key are adjacent in memory, and only
-// sequential reads reach the full bandwidth. The loop over its keys is here; the sums are those of split_sums.h, which
-// any worker may begin at any group of keys, or in invariant calls those of invariant_sums.h.
+// Decoding: attention of few queries to a KV cache, or to many keys without one (few_queries.h), bound by memory
+// bandwidth (docs/decoding.md). The query heads of a KV head (GQA) form one block of rows, so that keys and values are
+// read once for all of them. A work item processes keys for several KV heads at once. The loop over its keys is here;
+// the sums are those of split_sums.h, which any worker may begin at any group of keys, or in invariant calls those of
+// invariant_sums.h.
 #pragma once
 
 #include "cpu/decode/append.h"
@@ -79,17 +76,15 @@ void decode_few_queries(const DecodeParams& p, const DecodeWorkspace<In, Op>& w,
   const DecodePlan plan(p);
   // Calls body(item, scratch of a worker, cursor) for each tile of each of `heads`.
   const auto run_items = [&](int64_t heads, auto tiles_of, auto body) {
-    int64_t items = 0;
-    for (int64_t b = 0; b < p.batch; ++b) items += tiles_of(b) * heads;
-    std::atomic<int64_t> next{0};
-    run_workers(*static_cast<const CpuExecutor*>(p.stream), items, [&](int worker) {
-      PartialCursor<In, Op> partials(plan, w);
-      WorkCursor cursor(p.batch, heads);
-      WorkItem item;
-      while (cursor.find(next.fetch_add(1, std::memory_order_relaxed), tiles_of, &item)) {
-        body(item, w.scratch + worker * scratch_bytes, partials);
-      }
-    });
+    struct Worker {
+      const decltype(body)& process;
+      char* scratch;
+      PartialCursor<In, Op> partials;
+
+      void run(const WorkItem& item) { process(item, scratch, partials); }
+    };
+    run_tiles(p, heads, WorkOrder::kTilesFirst, tiles_of,
+              [&](int worker) { return Worker{body, w.scratch + worker * scratch_bytes, {plan, w}}; });
   };
   const int64_t head_groups = p.heads_k > 0 ? ceil_div(p.heads_k, w.heads) : 0;
   const auto tiles_of = [&plan](int64_t b) { return plan.tiles(b); };

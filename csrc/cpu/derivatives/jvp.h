@@ -64,14 +64,11 @@ class Jvp {
 
  public:
   Jvp(const JvpParams& params, void* base)
-      : p(params), rule(Rule::of(params)), scratch(params, base), size(scratch.size) {
-    if (p.has_dropout()) {
-      philox = philox_key(static_cast<uint64_t>(p.rng_state[0]), static_cast<uint64_t>(p.rng_state[1]));
-    }
-  }
+      : p(params), rule(Rule::of(params)), scratch(params, base), size(scratch.size), philox(philox_key_of(p)) {}
 
-  // Query tile `number` of query head h of batch entry b.
-  void run(int64_t b, int64_t h, int64_t number) {
+  // A query tile of a query head.
+  void run(const WorkItem& item) {
+    const int64_t b = item.batch, h = item.head;
     const Sequence queries = query_sequence(p, b), keys = key_sequence(p, b);
     const HeadMask mask(p, b, h, queries, KeyLocator(p, b));
     if constexpr (kIsGeneral<Rule>) {
@@ -80,7 +77,7 @@ class Jvp {
     }
     batch = b;
     head = h;
-    row0 = number * size.queries;
+    row0 = item.tile * size.queries;
     row_count = lesser(size.queries, queries.length - row0);
     first_row = queries.start + row0;
     load_queries();
@@ -208,7 +205,7 @@ class Jvp {
   const Rule rule;
   JvpScratch<In, Op> scratch;
   const TileSize size;
-  PhiloxKey philox{0, 0};
+  const PhiloxKey philox;
   HeadBias<Real> bias, tangent_bias;
   Panels<Op> q_transposed{}, tq_transposed{};
   // The current query tile; lane_count is row_count rounded up to whole vectors, first_row an index into the tensors.
@@ -220,7 +217,7 @@ void jvp(const JvpParams& p) {
   const TileSize size = tile_size<Op>(p);
   const int64_t scratch_bytes = JvpScratch<In, Op>(p, nullptr).bytes;
   const auto tiles_of = [&](int64_t b) { return ceil_div(query_sequence(p, b).length, size.queries); };
-  run_query_tiles(p, p.heads_q, tiles_of, [&](int worker) {
+  run_query_tiles(p, tiles_of, [&](int worker) {
     return Jvp<In, Op, Accuracy, Rule>(p, static_cast<char*>(p.workspace) + worker * scratch_bytes);
   });
 }

@@ -8,6 +8,7 @@
 // tangents cost nothing: their products are not computed.
 #pragma once
 
+#include "cpu/backward/backward_finish.h"
 #include "cpu/backward/key_tile_walk.h"
 #include "cpu/derivatives/second_scores.h"
 #include "rules/lse_words.h"
@@ -169,24 +170,16 @@ inline void prepare_r(const SecondParams& p, const SecondWorkspace<In, Op>& work
   }
 }
 
-// The gradient of one head's sink, the sum of -p_sink * (delta (tsink - tlse) + r) over its rows in a fixed order.
+// The gradient of one head's sink, the sum of -p_sink * (delta (tsink - tlse) + r) over its rows.
 template <class In, class Op>
 inline void finish_second_sink(const SecondParams& p, const SecondWorkspace<In, Op>& workspace, int64_t h) {
   using Real = typename Op::Real;
-  const Real sink = static_cast<const Real*>(p.sink)[h];
   const double tangent = p.tangents.sink ? static_cast<double>(static_cast<const Real*>(p.tangents.sink)[h]) : 0;
-  double sum = 0;
-  for (int64_t b = 0; sink_counts(sink) && b < p.batch; ++b) {
-    const Sequence queries = query_sequence(p, b);
-    const Real* const tlse = row_of<const Real>(p.tangents.lse, b, h, queries.start);
-    const Real *const delta = workspace.delta_of(p, b, h), *const r = workspace.r_of(p, b, h);
-    for (int64_t i = 0; i < queries.length; ++i) {
-      const double centred = tangent - static_cast<double>(tlse[i]);
-      const double gradient = static_cast<double>(delta[i]) * centred + static_cast<double>(r[i]);
-      sum -= weight_of_sink(p, b, h, queries.start + i, sink) * gradient;
-    }
-  }
-  static_cast<Real*>(p.dsink)[h] = static_cast<Real>(sum);
+  finish_sink<Real>(p, h, [&](int64_t b, int64_t row) {
+    const Real tlse = *row_of<const Real>(p.tangents.lse, b, h, query_sequence(p, b).start + row);
+    const double centred = tangent - static_cast<double>(tlse), delta = workspace.delta_of(p, b, h)[row];
+    return delta * centred + static_cast<double>(workspace.r_of(p, b, h)[row]);
+  });
 }
 
 template <class In, class Op, class Accuracy, class Rule>
@@ -202,11 +195,7 @@ void second(const SecondParams& p) {
   run_key_tiles<In, Op>(p, workspace, [&](int worker) {
     return Second<In, Op, Accuracy, Rule>(p, workspace, scratch + worker * scratch_bytes);
   });
-  std::atomic<int64_t> next_head{0};
-  run_workers(*static_cast<const CpuExecutor*>(p.stream), p.dsink ? p.heads_q : 0, [&](int) {
-    int64_t h;
-    while ((h = next_head.fetch_add(1, std::memory_order_relaxed)) < p.heads_q) finish_second_sink(p, workspace, h);
-  });
+  for_each_item(p, p.dsink ? p.heads_q : 0, [&](int64_t h) { finish_second_sink(p, workspace, h); });
 }
 
 }  // namespace FLASHATTN_ISA

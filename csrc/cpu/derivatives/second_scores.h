@@ -183,11 +183,7 @@ FLASHATTN_SHARED void differentiate_twice(const ScoreTile<Op>& tile, const Tange
                                           const SecondRows<typename Op::Real>& rows, const PanelMask<Op>& mask,
                                           bool whole_rows, IndexRange lanes, IndexRange keys) {
   static_assert(kTileVectors == 2, "a panel has one or two vectors");
-  if constexpr (kIsGeneral<Rule>) {
-    if (rule.changes_products()) store_scores(tile, rule, lanes, keys);
-  } else {
-    round_products(tile, rule, rows.known.lse, lanes, keys);
-  }
+  begin_known_panel(tile, rule, rows.known.lse, lanes, keys);
   with_limits(tile, mask, lanes, keys, [&](auto masked, auto dropout) {
     constexpr bool kMasked = decltype(masked)::value, kDropout = decltype(dropout)::value;
     for (int64_t lane = lanes.begin; whole_rows && lane < lanes.end; lane += Op::S::kWidth) {

@@ -192,11 +192,7 @@ template <class Accuracy, class Op, class Rule>
 FLASHATTN_SHARED void weigh_tangents(const ScoreTile<Op>& tile, const TangentTile<Op>& tangents, const Rule& rule,
                                      const TangentRows<Op>& rows, TangentPass pass, bool keeps_weights,
                                      const PanelMask<Op>& mask, IndexRange lanes, IndexRange keys) {
-  if constexpr (kIsGeneral<Rule>) {
-    if (rule.changes_products()) store_scores(tile, rule, lanes, keys);
-  } else {
-    round_products(tile, rule, rows.lse, lanes, keys);
-  }
+  begin_known_panel(tile, rule, rows.lse, lanes, keys);
   with_limits(tile, mask, lanes, keys, [&](auto masked, auto dropout) {
     constexpr bool kMasked = decltype(masked)::value, kDropout = decltype(dropout)::value;
     for (int64_t lane = lanes.begin; lane < lanes.end; lane += Op::S::kWidth) {

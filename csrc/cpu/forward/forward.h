@@ -166,19 +166,21 @@ class Forward {
  public:
   // cache: the same params in a decoding call, else nullptr.
   Forward(const AttnParams& params, const DecodeParams* cache, void* base)
-      : p(params), cache(cache), rule(Rule::of(params)), scratch(params, base), size(scratch.size) {
-    if (p.has_dropout()) {
-      philox = philox_key(static_cast<uint64_t>(p.rng_state[0]), static_cast<uint64_t>(p.rng_state[1]));
-    }
-  }
+      : p(params),
+        cache(cache),
+        rule(Rule::of(params)),
+        scratch(params, base),
+        size(scratch.size),
+        philox(philox_key_of(p)) {}
 
-  // Query tile `number` of query head h of batch entry b.
-  void run(int64_t b, int64_t h, int64_t number) {
+  // A query tile of a query head.
+  void run(const WorkItem& item) {
+    const int64_t b = item.batch, h = item.head;
     const Sequence queries = query_sequence(p, b);
     const KeyLocator keys = cache ? KeyLocator(*cache, b) : KeyLocator(p, b);
     const HeadMask mask(p, b, h, queries, keys);
     if constexpr (kIsGeneral<Rule>) bias = HeadBias<Real>::of(p, b, h);
-    row0 = number * size.queries;
+    row0 = item.tile * size.queries;
     row_count = lesser(size.queries, queries.length - row0);
     batch = b;
     head = h;
@@ -314,7 +316,7 @@ class Forward {
   std::conditional_t<kIsFloat8<In>, Rule, const Rule> rule;  // in an fp8 call with the descales of the current head
   ForwardScratch<In, Op> scratch;
   const TileSize size;
-  PhiloxKey philox{0, 0};
+  const PhiloxKey philox;
   HeadBias<Real> bias;
   Panels<Op> q_transposed{};
   // The current query tile; lane_count is row_count rounded up to whole vectors.
@@ -355,7 +357,7 @@ void forward(const AttnParams& p, const DecodeParams* cache = nullptr) {
     return ceil_div(query_sequence(p, b).length, size.queries);
   };
   const int64_t scratch_bytes = ForwardScratch<In, Op>(p, nullptr).bytes;
-  run_query_tiles(p, p.heads_q, tiles_of, [&](int worker) {
+  run_query_tiles(p, tiles_of, [&](int worker) {
     return Forward<In, Op, Accuracy, Rule>(p, cache, static_cast<char*>(p.workspace) + worker * scratch_bytes);
   });
 }

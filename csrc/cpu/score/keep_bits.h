@@ -6,6 +6,9 @@
 namespace flashattn_ext {
 namespace FLASHATTN_ISA {
 
+// The key of the call's dropout mask; without dropout one that nothing reads.
+inline PhiloxKey philox_key_of(const AttnParams& p) { return p.has_dropout() ? philox_key(p) : PhiloxKey{0, 0}; }
+
 // Keep bits of a tile: bits[key * groups + group], bit l for query 16 * group + l. See dropout.h for the mapping; eight
 // generators (one for each row modulo 8) run side by side so that the compiler can vectorise them.
 FLASHATTN_SHARED inline void fill_keep_bits(uint16_t* bits, int64_t groups, PhiloxKey philox_key, const AttnParams& p,

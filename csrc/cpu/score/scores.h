@@ -280,17 +280,36 @@ FLASHATTN_SHARED void weigh(const ScoreTile<Op>& tile, const Rule& rule, const R
   });
 }
 
-// Before the weights of a panel whose log-sum-exp is known: rows that round their products.
+// Turns the products of a panel into stored scores. This is a separate pass: fused with the next loop, the long
+// dependency chain of the tanh would leave too little instruction-level parallelism.
 template <class Op, class Rule>
-inline void round_products(const ScoreTile<Op>& tile, const Rule& rule, const KnownLse<typename Op::Real>& lse,
-                           IndexRange lanes, IndexRange keys) {
+inline void store_scores(const ScoreTile<Op>& tile, const Rule rule, IndexRange lanes, IndexRange keys) {
   using S = typename Op::S;
-  for (int64_t lane = lanes.begin; lse.rounds && lane < lanes.end; lane += S::kWidth) {
-    subtract_rounded<S>(tile.scores + lane, tile.queries, keys, rule.factor, lse.large_top + lane);
+  const int64_t queries = tile.queries;
+  for (int64_t j = keys.begin; j < keys.end; ++j) {
+    for (int64_t lane = lanes.begin; lane < lanes.end; lane += S::kWidth) {
+      auto* const score = tile.scores + j * queries + lane;
+      S::store(score, rule.stored(S::load(score)));
+    }
   }
 }
 
-// One vector of queries whose log-sum-exp is known. Its rows that round their products went through round_products().
+// Before the weights of a panel whose log-sum-exp is known: the stored scores, and in plain calls the rows that round
+// their products.
+template <class Op, class Rule>
+inline void begin_known_panel(const ScoreTile<Op>& tile, const Rule& rule, const KnownLse<typename Op::Real>& lse,
+                              IndexRange lanes, IndexRange keys) {
+  using S = typename Op::S;
+  if constexpr (kIsGeneral<Rule>) {
+    if (rule.changes_products()) store_scores(tile, rule, lanes, keys);
+  } else {
+    for (int64_t lane = lanes.begin; lse.rounds && lane < lanes.end; lane += S::kWidth) {
+      subtract_rounded<S>(tile.scores + lane, tile.queries, keys, rule.factor, lse.large_top + lane);
+    }
+  }
+}
+
+// One vector of queries whose log-sum-exp is known. Its panel went through begin_known_panel().
 template <class Accuracy, bool kMasked, bool kDropout, class Op, class Rule>
 class KnownVector {
   using S = typename Op::S;
@@ -436,20 +455,6 @@ inline void differentiate_vectors(const ScoreTile<Op>& tile, const GradientTile<
   }
 }
 
-// Turns the products of a panel into stored scores. This is a separate pass: fused with the next loop, the long
-// dependency chain of the tanh would leave too little instruction-level parallelism.
-template <class Op, class Rule>
-inline void store_scores(const ScoreTile<Op>& tile, const Rule rule, IndexRange lanes, IndexRange keys) {
-  using S = typename Op::S;
-  const int64_t queries = tile.queries;
-  for (int64_t j = keys.begin; j < keys.end; ++j) {
-    for (int64_t lane = lanes.begin; lane < lanes.end; lane += S::kWidth) {
-      auto* const score = tile.scores + j * queries + lane;
-      S::store(score, rule.stored(S::load(score)));
-    }
-  }
-}
-
 // Turns the products of a panel into weights, using the log-sum-exp of each row, and dP into dS: the A operands of the
 // products for dv and dk (along queries), and dS also of the product for dq (along keys).
 //
@@ -463,11 +468,7 @@ FLASHATTN_SHARED void differentiate(const ScoreTile<Op>& tile, const GradientTil
                                     const KnownRows<typename Op::Real>& rows, const PanelMask<Op>& mask,
                                     bool whole_rows, IndexRange lanes, IndexRange keys) {
   static_assert(kTileVectors == 2, "a panel has one or two vectors");
-  if constexpr (kIsGeneral<Rule>) {
-    if (rule.changes_products()) store_scores(tile, rule, lanes, keys);
-  } else {
-    round_products(tile, rule, rows.lse, lanes, keys);
-  }
+  begin_known_panel(tile, rule, rows.lse, lanes, keys);
   with_limits(tile, mask, lanes, keys, [&](auto masked, auto dropout) {
     constexpr bool kMasked = decltype(masked)::value, kDropout = decltype(dropout)::value;
     for (int64_t lane = lanes.begin; whole_rows && lane < lanes.end; lane += Op::S::kWidth) {

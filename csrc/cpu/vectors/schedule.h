@@ -14,12 +14,17 @@ struct WorkItem {
   int64_t tile_of_call;  // the tile, counted through all batch entries
 };
 
-// Maps an item number to a work item: items are ordered by batch entry, then tile, then head, or with heads_first by
-// batch entry, then head, then tile. Every worker has its own cursor and calls find() with ascending numbers.
+// The order of the items of a batch entry, which comes before the next entry.
+enum class WorkOrder {
+  kTilesFirst,  // by tile, then head
+  kHeadsFirst,  // by head, then tile
+  kLastTiles,   // by tile from the last one on, then head
+};
+
+// Maps an item number to a work item. Every worker has its own cursor and calls find() with ascending numbers.
 class WorkCursor {
  public:
-  WorkCursor(int64_t batches, int64_t heads, bool heads_first = false)
-      : batches_(batches), heads_(heads), heads_first_(heads_first) {}
+  WorkCursor(int64_t batches, int64_t heads, WorkOrder order) : batches_(batches), heads_(heads), order_(order) {}
 
   // False if there is no such item. tiles_of(b) is the number of tiles of batch entry b.
   template <class TilesOf>
@@ -27,8 +32,10 @@ class WorkCursor {
     while (batch_ < batches_) {
       const int64_t tiles = tiles_of(batch_), items = tiles * heads_, n = number - first_;
       if (n < items) {
-        const int64_t tile = heads_first_ ? n % tiles : n / heads_;
-        *item = {batch_, tile, heads_first_ ? n / tiles : n % heads_, first_ / heads_ + tile};
+        const bool heads_first = order_ == WorkOrder::kHeadsFirst;
+        int64_t tile = heads_first ? n % tiles : n / heads_;
+        if (order_ == WorkOrder::kLastTiles) tile = tiles - 1 - tile;
+        *item = {batch_, tile, heads_first ? n / tiles : n % heads_, first_ / heads_ + tile};
         return true;
       }
       first_ += items;
@@ -39,7 +46,7 @@ class WorkCursor {
 
  private:
   int64_t batches_, heads_;
-  bool heads_first_;
+  WorkOrder order_;
   int64_t batch_ = 0, first_ = 0;
 };
 
@@ -73,22 +80,36 @@ inline void run_workers(const CpuExecutor& executor, int64_t items, Body body) {
   executor.run(workers, run, &body);
 }
 
-// Runs all query tiles; each of the `heads` of batch entry b has tiles_of(b) of them. kernel_of(worker) makes the
-// kernel of a worker, whose run(b, h, number) processes a tile of head h.
+// Calls body(item) for every item below `items`.
+template <class Body>
+inline void for_each_item(const AttnParams& p, int64_t items, Body body) {
+  std::atomic<int64_t> next{0};
+  run_workers(*static_cast<const CpuExecutor*>(p.stream), items, [&](int) {
+    int64_t item;
+    while ((item = next.fetch_add(1, std::memory_order_relaxed)) < items) body(item);
+  });
+}
+
+// Runs all tiles; each of the `heads` of batch entry b has tiles_of(b) of them. kernel_of(worker) makes the kernel of a
+// worker, whose run(item) processes a tile of a head.
 template <class TilesOf, class KernelOf>
-inline void run_query_tiles(const AttnParams& p, int64_t heads, TilesOf tiles_of, KernelOf kernel_of) {
+inline void run_tiles(const AttnParams& p, int64_t heads, WorkOrder order, TilesOf tiles_of, KernelOf kernel_of) {
   int64_t items = 0;
   for (int64_t b = 0; b < p.batch; ++b) items += tiles_of(b) * heads;
   std::atomic<int64_t> next{0};
   run_workers(*static_cast<const CpuExecutor*>(p.stream), items, [&](int worker) {
     auto kernel = kernel_of(worker);
-    WorkCursor cursor(p.batch, heads);
+    WorkCursor cursor(p.batch, heads, order);
     WorkItem item;
-    while (cursor.find(next.fetch_add(1, std::memory_order_relaxed), tiles_of, &item)) {
-      // Causal query tiles see more keys towards the end of the sequence: start with the longest.
-      kernel.run(item.batch, item.head, tiles_of(item.batch) - 1 - item.tile);
-    }
+    while (cursor.find(next.fetch_add(1, std::memory_order_relaxed), tiles_of, &item)) kernel.run(item);
   });
+}
+
+// Runs the query tiles of all query heads. Causal tiles see more keys towards the end of the sequence: the longest
+// start first.
+template <class TilesOf, class KernelOf>
+inline void run_query_tiles(const AttnParams& p, TilesOf tiles_of, KernelOf kernel_of) {
+  run_tiles(p, p.heads_q, WorkOrder::kLastTiles, tiles_of, kernel_of);
 }
 
 }  // namespace FLASHATTN_ISA

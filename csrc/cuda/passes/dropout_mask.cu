@@ -6,7 +6,7 @@ namespace flashattn_ext {
 namespace {
 
 __global__ void dropout_mask_kernel(const AttnParams p, bool* mask, int64_t count) {
-  const PhiloxKey key = philox_key(static_cast<uint64_t>(p.rng_state[0]), static_cast<uint64_t>(p.rng_state[1]));
+  const PhiloxKey key = philox_key(p);
   for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < count; i += int64_t{gridDim.x} * blockDim.x) {
     const int64_t j = i % p.seqlen_k, row = i / p.seqlen_k % p.seqlen_q, head = i / p.seqlen_k / p.seqlen_q;
     mask[i] = dropout_keep(key, p.dropout_threshold, head / p.heads_q + p.origin.batch,

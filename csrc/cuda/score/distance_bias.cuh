@@ -66,13 +66,9 @@ __device__ __forceinline__ void add_slopes_of(float (&logits)[kRowTiles][N][4], 
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const SlopeOfRow row = row_of(i, r);
-#pragma unroll
-      for (int n = 0; n < N; ++n) {
-#pragma unroll
-        for (int odd = 0; odd < 2; ++odd) {
-          logits[i][n][2 * r + odd] -= row.slope * fabsf(static_cast<float>(row.distance + n * 8 + odd));
-        }
-      }
+      unrolled<N, 2>([&](int n, int odd) {
+        logits[i][n][2 * r + odd] -= row.slope * fabsf(static_cast<float>(row.distance + n * 8 + odd));
+      });
     }
   }
 }

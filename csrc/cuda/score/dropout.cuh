@@ -16,8 +16,7 @@ struct Dropout {
   uint32_t batch;  // counted from the origin
 
   Dropout() = default;
-  __device__ __forceinline__ Dropout(const AttnParams& p, int64_t b)
-      : Dropout(philox_key(static_cast<uint64_t>(p.rng_state[0]), static_cast<uint64_t>(p.rng_state[1])), p, b) {}
+  __device__ __forceinline__ Dropout(const AttnParams& p, int64_t b) : Dropout(philox_key(p), p, b) {}
   __device__ __forceinline__ Dropout(const PhiloxKey& key, const AttnParams& p, int64_t b)
       : key(key), last(static_cast<uint32_t>(p.dropout_threshold - 1) * 0x01010101u), batch(batch_of(p, b)) {}
 
@@ -65,24 +64,16 @@ struct Dropout {
   // All bits of the kept elements of those registers, from their signs.
   template <int kSteps>
   static __device__ __forceinline__ void masks(uint32_t (&masks)[kSteps][4], const uint32_t (&signs)[kSteps][2]) {
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        masks[step][i] = ptx::permute_bytes(signs[step][0], signs[step][1], 0xCC88 + 0x1111 * i);
-      }
-    }
+    unrolled<kSteps, 4>([&](int step, int i) {
+      masks[step][i] = ptx::permute_bytes(signs[step][0], signs[step][1], 0xCC88 + 0x1111 * i);
+    });
   }
   template <int kSteps>
   static __device__ __forceinline__ void drop_packed(uint32_t (&weights)[kSteps][4],
                                                      const uint32_t (&signs)[kSteps][2]) {
     uint32_t kept[kSteps][4];
     masks(kept, signs);
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) weights[step][i] &= kept[step][i];
-    }
+    unrolled<kSteps, 4>([&](int step, int i) { weights[step][i] &= kept[step][i]; });
   }
 
   // Zeroes dropped weights of 16 queries from `row` on and keys from `column` on, both multiples of 16.

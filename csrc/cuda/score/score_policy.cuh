@@ -50,11 +50,7 @@ struct CentreSums {
     static_assert(kCentres <= 4);
     // Adds term(column tile, element, weight) of all weights of each row.
     auto add_to = [&](Centre which, const auto& term) {
-#pragma unroll
-      for (int n = 0; n < N; ++n) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) own[e / 2][which] += term(n, e, weights[n][e]);
-      }
+      unrolled<N, 4>([&](int n, int e) { own[e / 2][which] += term(n, e, weights[n][e]); });
     };
     if (bias.has_slopes && bias.is_one_sided()) {
       add_to(kDistance, [&](int n, int e, float weight) { return weight * distance_on(n, e); });

@@ -296,11 +296,7 @@ struct OnlineSoftmax {
 template <int N>
 __device__ __forceinline__ void rescale(float (&x)[N][4], const float (&shrink)[2]) {
   if (!__any_sync(~0u, shrink[0] != 1.f || shrink[1] != 1.f)) return;
-#pragma unroll
-  for (int n = 0; n < N; ++n) {
-#pragma unroll
-    for (int e = 0; e < 4; ++e) x[n][e] *= shrink[e / 2];
-  }
+  unrolled<N, 4>([&](int n, int e) { x[n][e] *= shrink[e / 2]; });
 }
 
 // --- backward: the log-sum-exp of a row is known; scores are transposed, rows are keys ------------------------------

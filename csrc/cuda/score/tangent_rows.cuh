@@ -85,15 +85,11 @@ struct TangentRows {
   }
   // Turns these sums into the pivot: the weighted mean over all keys.
   __device__ __forceinline__ void end_biases() {
-#pragma unroll
-    for (int i = 0; i < kRowTiles; ++i) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const float weight = quad_sum(total[i][r]), sum = quad_sum(pivot[i][r]);
-        pivot[i][r] = weight > 0 ? sum / weight : 0.f;
-        total[i][r] = 0;
-      }
-    }
+    unrolled<kRowTiles, 2>([&](int i, int r) {
+      const float weight = quad_sum(total[i][r]), sum = quad_sum(pivot[i][r]);
+      pivot[i][r] = weight > 0 ? sum / weight : 0.f;
+      total[i][r] = 0;
+    });
   }
 
   // Completes the pivot of each row in the first tile by whose end the row has a weight that counts: adds the mean of

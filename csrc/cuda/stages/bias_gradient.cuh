@@ -141,11 +141,7 @@ struct TileBiasGradient {
     for (int n = 0; n < kQueryTiles; ++n) {
       const float2 centre = centres.pair(which, n);
       float sum[2] = {};  // sums over even and over odd rows
-#pragma unroll
-      for (int i = 0; i < kKeyTiles; ++i) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) sum[e % 2] += gradients[i][n][e];
-      }
+      unrolled<kKeyTiles, 4>([&](int i, int e) { sum[e % 2] += gradients[i][n][e]; });
       part[0] = fmaf(sum[0], centre.x, part[0]);
       part[1] = fmaf(sum[1], centre.y, part[1]);
     }
@@ -186,11 +182,7 @@ struct TileBiasGradient {
 
   template <class Body>
   static __device__ __forceinline__ void each(const Body& body) {
-#pragma unroll
-    for (int i = 0; i < kKeyTiles; ++i) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) body(i, e);
-    }
+    unrolled<kKeyTiles, 4>([&](int i, int e) { body(i, e); });
   }
 
   // Adds the sums over eight diagonals. Element (g, query) of an 8x8 tile is on diagonal g - query. A negative diagonal

@@ -194,9 +194,6 @@ enum Gpus {
   kEveryGpu,
 };
 
-// `spill`: bytes of registers that ptxas may spill, which tools/check_cuda_sources.sh holds.
-constexpr int kMaySpill = -1;  // any number
-
 constexpr int kTileChoices = 3;
 static_assert(FLASHATTN_EXT_TILE_CHOICE >= 0 && FLASHATTN_EXT_TILE_CHOICE < kTileChoices);
 
@@ -206,7 +203,7 @@ struct KernelRow {
   HeadDims head_dims;
   Options options;  // that its policies support
   Gpus gpus;
-  int spill;
+  int spill;                 // bytes of registers that ptxas may spill, with room for other versions of it
   Tile tiles[kTileChoices];  // a row with fewer ends in zeros
 };
 struct DecodeRow {

@@ -64,11 +64,7 @@ __device__ __forceinline__ void score_product_fp8(float (&c)[kRowTiles][kColumnT
 #pragma unroll kUnrolled
   for (int step = 0; step < kSteps; ++step) {
     Core::A rows[2][kRowTiles];
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
-#pragma unroll
-      for (int i = 0; i < kRowTiles; ++i) rows[j][i] = a(i, step * 32 + j * 16);
-    }
+    unrolled<2, kRowTiles>([&](int j, int i) { rows[j][i] = a(i, step * 32 + j * 16); });
 #pragma unroll
     for (int n = 0; n < kColumnTiles; n += 2) {
       uint32_t words[2][2];

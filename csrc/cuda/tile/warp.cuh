@@ -79,6 +79,17 @@ __device__ __forceinline__ void transpose_quad(Word (&x)[4]) {
   }
 }
 
+// Calls body(i, n) for all i < kFirst and n < kSecond. The loops are unrolled, so that both are constants there:
+// indices of values in registers have to be.
+template <int kFirst, int kSecond, class Body>
+__device__ __forceinline__ void unrolled(const Body& body) {
+#pragma unroll
+  for (int i = 0; i < kFirst; ++i) {
+#pragma unroll
+    for (int n = 0; n < kSecond; ++n) body(i, n);
+  }
+}
+
 // Calls body(row tile, column tile, element) for all elements of kRowTiles x kColumnTiles accumulator tiles.
 template <int kRowTiles, int kColumnTiles, class Body>
 __device__ __forceinline__ void each_element(const Body& body) {

@@ -1,9 +1,7 @@
 // Backward of calls with few queries for many keys (backward.h), on every GPU; on Hopper
 // cuda/sm90/few_queries/backward.cuh serves most of them. It is bound by the memory bandwidth of reading k and v and of
-// writing dk and dv. The kernels of sm80/ and sm90/ keep a tile of keys and iterate over queries: with few queries they
-// expose the memory latency of every key tile, and all key tiles accumulate into the same tile of dq. Here a thread
-// block keeps the rows of a KV head, as in split.cuh, and iterates over one part (KV split, backward_plan.h) of
-// the keys. It accumulates its partial dq in registers; backward.cu sums the parts in order.
+// writing dk and dv. A thread block keeps the rows of a KV head, as in split.cuh, and iterates over one part (KV split,
+// backward_plan.h) of the keys. It accumulates its partial dq in registers; backward.cu sums the parts in order.
 //
 // Each warp processes 16 keys of a step in its own multistage buffer (ring). The scores are transposed, S^T = K Q^T, so
 // that a warp has all rows of its keys and computes whole rows of dk and dv. With up to 16 rows a warp also has its own

@@ -102,14 +102,10 @@ struct KeyFormat<Float8, kRowTiles> {
   }
   template <int kHeadDim, class HeadOf, class RowOf>
   __device__ __forceinline__ void start_part(const DecodeParams& p, int b, const HeadOf& key_head, const RowOf& row) {
-#pragma unroll
-    for (int i = 0; i < kRowTiles; ++i) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const float descale = p.descale_q.of(b, key_head(i, r)) * p.descale_k.of(b, key_head(i, r));
-        of_products[i][r] = descale * *reinterpret_cast<const float*>(row(i, r) + kHeadDim);
-      }
-    }
+    unrolled<kRowTiles, 2>([&](int i, int r) {
+      const float descale = p.descale_q.of(b, key_head(i, r)) * p.descale_k.of(b, key_head(i, r));
+      of_products[i][r] = descale * *reinterpret_cast<const float*>(row(i, r) + kHeadDim);
+    });
   }
   static __device__ __forceinline__ bool widen_query(const DecodeParams& p, T* to, int b, int head, int64_t row,
                                                      int column, int elements) {

@@ -420,11 +420,7 @@ struct Split {
   }
   template <class Body>
   static __device__ __forceinline__ void each_row(const Body& body) {
-#pragma unroll
-    for (int i = 0; i < kRowTiles; ++i) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) body(i, r);
-    }
+    unrolled<kRowTiles, 2>([&](int i, int r) { body(i, r); });
   }
 
   // The query and the query head of row g (r = 0) or g + 8 of row tile i.

@@ -124,14 +124,10 @@ struct Backward : BackwardBase<T, kHeadDimension, kOptions, kShared> {
   }
   __device__ void isolate_keys() const { Visibility::isolate_keys(*this); }
   __device__ void hold_values() {
-#pragma unroll
-    for (int i = 0; i < kKeyTiles; ++i) {
-#pragma unroll
-      for (int step = 0; step < kHeadDim / Base::Core::kK; ++step) {
-        values[i][step] =
-            RowTile::load_a(v_tile + score_key(i) * RowTile::kStride, RowTile::moved(places.a, step * Base::Core::kK));
-      }
-    }
+    unrolled<kKeyTiles, kHeadDim / Base::Core::kK>([&](int i, int step) {
+      values[i][step] =
+          RowTile::load_a(v_tile + score_key(i) * RowTile::kStride, RowTile::moved(places.a, step * Base::Core::kK));
+    });
   }
   __device__ void end_head(int h) { Base::end_head(gradients, h); }
 

@@ -5,12 +5,9 @@
 //   tlse = sum_j P A + p_sink * tsink
 //   tout = sum_j P m (A - c) v_j + (c - tlse) out + sum_j P m tv_j
 //
-// The rounding errors of a 16-bit out and of lse are multiplied by the distance of the pivot from tlse, so the pivot is
-// the mean of A over the first tile in which the row has a weight (cpu/derivatives/tangent.h explains it). In calls
-// with tangents of biases, a separate first pass over all keys computes the part of the pivot that comes from the
-// biases.
-//
-// The rows of absent tangents are not copied, and their products are not computed.
+// The pivot is the mean of A over the first tile in which the row has a weight (cpu/derivatives/tangent.h says why). In
+// calls with tangents of biases, a separate first pass over all keys computes the part that comes from the biases. The
+// rows of absent tangents are not copied, and their products are not computed.
 #pragma once
 
 #include "cuda/host/call.h"

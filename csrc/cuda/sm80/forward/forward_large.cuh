@@ -191,14 +191,10 @@ struct LargeForward {
       hide_keys<true, true>(scores, mask(), row0 + warp_row() + quad(),
                             n * kKeys + key_warp() * kWarpKeys + 2 * lane_in_quad());
     }
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const float largest = OnlineSoftmax<>::largest(scores[i], r);
-        if (lane_in_quad() == 0) shared.parts[key_warp()][row(i, r)] = largest;
-      }
-    }
+    unrolled<2, 2>([&](int i, int r) {
+      const float largest = OnlineSoftmax<>::largest(scores[i], r);
+      if (lane_in_quad() == 0) shared.parts[key_warp()][row(i, r)] = largest;
+    });
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -244,26 +240,18 @@ struct LargeForward {
   // row_in_memory: of the tile's first query.
   __device__ void finish_tile(int64_t row_in_memory) {
     const int rows = min(length_q - row0, kQueries);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const float sum = softmax[i].total(r);
-        if (lane_in_quad() == 0) shared.parts[key_warp()][row(i, r)] = sum;
-      }
-    }
+    unrolled<2, 2>([&](int i, int r) {
+      const float sum = softmax[i].total(r);
+      if (lane_in_quad() == 0) shared.parts[key_warp()][row(i, r)] = sum;
+    });
     __syncthreads();
     if (key_warp() == 0) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          float sum = 0;
-          for (int w = 0; w < kKeyWarps; ++w) sum += shared.parts[w][row(i, r)];
-          if (lane_in_quad() == 0) shared.factors[row(i, r)] = sum == 0 ? 0.f : 1 / sum;
-          if (row(i, r) < rows) softmax[i].store_statistics(p, b, h, row_in_memory + row(i, r), r, sum);
-        }
-      }
+      unrolled<2, 2>([&](int i, int r) {
+        float sum = 0;
+        for (int w = 0; w < kKeyWarps; ++w) sum += shared.parts[w][row(i, r)];
+        if (lane_in_quad() == 0) shared.factors[row(i, r)] = sum == 0 ? 0.f : 1 / sum;
+        if (row(i, r) < rows) softmax[i].store_statistics(p, b, h, row_in_memory + row(i, r), r, sum);
+      });
     }
     __syncthreads();
     // `out` takes the place of the queries.

@@ -255,15 +255,11 @@ struct KeyTileKernel : Shape {
   }
 
   __device__ void store_scores(T* tile, const Scores& scores) const {
-#pragma unroll
-    for (int i = 0; i < kKeyTiles; ++i) {
-#pragma unroll
-      for (int n = 0; n < kScoreTiles; ++n) {
-        T* at = tile + ScoreTile::offset(score_key(i) + quad(), score_query() + n * 8 + 2 * lane_in_quad());
-        Core::store_pair(at, scores[i][n][0], scores[i][n][1]);
-        Core::store_pair(at + 8 * kScoreStride, scores[i][n][2], scores[i][n][3]);
-      }
-    }
+    unrolled<kKeyTiles, kScoreTiles>([&](int i, int n) {
+      T* at = tile + ScoreTile::offset(score_key(i) + quad(), score_query() + n * 8 + 2 * lane_in_quad());
+      Core::store_pair(at, scores[i][n][0], scores[i][n][1]);
+      Core::store_pair(at + 8 * kScoreStride, scores[i][n][2], scores[i][n][3]);
+    });
   }
 
   // This warp's part of dk or dv += scores * rows of the tile. The scores are [keys][queries]: of this warp in
@@ -310,13 +306,8 @@ struct KeyTileKernel : Shape {
     QuerySums sum = {};
     multiply(sum);
     float* const place = ptx::opaque_place_in_fragment(dq_fragment(workspace, tile, split(), 0, 0));
-#pragma unroll
-    for (int i = 0; i < kQueryRowTiles; ++i) {
-#pragma unroll
-      for (int c = 0; c < kQueryColumnTiles; ++c) {
-        ptx::add_fragment_at(place + (i * kQueryColumnTiles + c) * 128, sum[i][c]);
-      }
-    }
+    unrolled<kQueryRowTiles, kQueryColumnTiles>(
+        [&](int i, int c) { ptx::add_fragment_at(place + (i * kQueryColumnTiles + c) * 128, sum[i][c]); });
     if (p.deterministic) order.admit_later_keys();
   }
 

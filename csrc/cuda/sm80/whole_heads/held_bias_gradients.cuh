@@ -174,6 +174,16 @@ struct HeldBiasGradient {
 #endif
 };
 
+// The rule of scores that are logits with their bias, in units of log2.
+struct BiasedLogits {
+  static constexpr float factor = 1;
+  static __device__ __forceinline__ float stored(float logit) { return logit; }
+};
+// A weight of 0 has no gradient, even if another operand is not finite: the bias may mask the score.
+__device__ __forceinline__ float gradient_of(const BiasedLogits&, float, float weight, float dp, float delta) {
+  return weight == 0 ? 0.f : weight * (dp - delta);
+}
+
 struct BiasedHeadGradients : StatelessGradients {
   using StatelessGradients::StatelessGradients;
   struct Rule {
@@ -196,40 +206,22 @@ struct BiasedHeadGradients : StatelessGradients {
                                                                  const Stage& now, int query, Nothing,
                                                                  float (&weights)[1][N][4], float (&dscores)[1][N][4]) {
     const HeldBiasGradient<Kernel> held{kernel, tile, now.bias};
-    const int row = tile.row + query, key = kernel.key();
+    const int row = tile.row + query, key = kernel.key(), first = query + 2 * lane_in_quad();
     if (has_mark<8 * N>(now.log2_sum + query)) clear_rows_of_one_weight(dscores, now.log2_sum + query);
     held.add_to(weights[0], query);
     const auto mask = kernel.mask();
     const Limits all = mask.rows_of_all(key, key + kRowStep);
+    NoDropout::Columns<1> dropping(kernel.p, kernel.b, tile.h, key, row);
     if (row >= all.begin && row + 8 * N <= all.end) {
-      differentiate<false>(weights[0], dscores[0], now, query, SeenBy<1>());
+      flashattn_ext::weigh_and_differentiate<false, true>(weights, dscores, BiasedLogits(), now.lse + first,
+                                                          now.log2_sum + first, now.delta + first, SeenBy<1>(),
+                                                          dropping);
     } else {
-      differentiate<true>(weights[0], dscores[0], now, query, SeenBy<1>(mask, row + 2 * lane_in_quad(), key + quad()));
+      flashattn_ext::weigh_and_differentiate<true, true>(
+          weights, dscores, BiasedLogits(), now.lse + first, now.log2_sum + first, now.delta + first,
+          SeenBy<1>(mask, row + 2 * lane_in_quad(), key + quad()), dropping);
     }
     if (kernel.p.dbias.data && kernel.rule.dbias_is_sum) held.add_to_memory(dscores[0], query);
-  }
-
- private:
-  // Logits become weights, and dP becomes dS. A weight of 0 has no gradient, even if another operand is not finite: the
-  // bias may mask the score.
-  template <bool kMasked, class Stage, int N>
-  static __device__ __forceinline__ void differentiate(float (&weights)[N][4], float (&dscores)[N][4], const Stage& now,
-                                                       int query, const SeenBy<1>& seen_by) {
-    const int first = query + 2 * lane_in_quad();
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-      const float2 top = *reinterpret_cast<const float2*>(now.lse + first + n * 8);
-      const float2 log2_sum = *reinterpret_cast<const float2*>(now.log2_sum + first + n * 8);
-      const float2 delta = *reinterpret_cast<const float2*>(now.delta + first + n * 8);
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const bool odd = e % 2, seen = !kMasked || seen_by.includes(0, e / 2, n * 8 + odd);
-        const float exponent = weights[n][e] - (odd ? top.y : top.x) - (odd ? log2_sum.y : log2_sum.x);
-        const float weight = seen ? ptx::ex2(exponent) : 0.f;
-        weights[n][e] = weight;
-        dscores[n][e] = weight == 0 ? 0.f : weight * (dscores[n][e] - (odd ? delta.y : delta.x));
-      }
-    }
   }
 };
 

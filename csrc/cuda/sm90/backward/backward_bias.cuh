@@ -27,11 +27,7 @@ __device__ __forceinline__ bool add_bias_panel(float (&x)[N][4], T (&bias)[kQuer
   for (int step = 0; step < N / 2; ++step) ptx::ldmatrix_transposed(pairs[step], transposed_row(bias, key, step));
   uint32_t lowest = pairs[0][0];
   const auto each_pair = [&](const auto& body) {
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) body(pairs[n / 2][n % 2 * 2 + r], x[n][2 * r], x[n][2 * r + 1]);
-    }
+    unrolled<N, 2>([&](int n, int r) { body(pairs[n / 2][n % 2 * 2 + r], x[n][2 * r], x[n][2 * r + 1]); });
   };
   each_pair([&](uint32_t pair, float& even, float& odd) {
     const float2 added = TensorCore<T>::unpack(pair);
@@ -60,14 +56,10 @@ __device__ __forceinline__ void pass_bias_gradient(DqPart<8>& part, const float 
   ptx::named_barrier_sync(kDqEmpty + group, kDqThreads);
   if (wide) {
     auto& panel = reinterpret_cast<float (&)[2][64][32]>(part)[key / 32];
-#pragma unroll
-    for (int n = 0; n < 8; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int query = 2 * lane_in_quad() + e % 2, column = key % 32 + quad() + 8 * (e / 2);
-        panel[8 * n + query][(column / 4 ^ query) * 4 + column % 4] = dscores[n][e];
-      }
-    }
+    unrolled<8, 4>([&](int n, int e) {
+      const int query = 2 * lane_in_quad() + e % 2, column = key % 32 + quad() + 8 * (e / 2);
+      panel[8 * n + query][(column / 4 ^ query) * 4 + column % 4] = dscores[n][e];
+    });
   } else {
     auto& panel = reinterpret_cast<T(&)[64][kPanelColumns]>(part);
 #pragma unroll

@@ -82,11 +82,7 @@ struct PackedDistanceScores {
  private:
   template <class Body>
   static __device__ __forceinline__ void each_pair(const Body& body) {
-#pragma unroll
-    for (int n = 0; n < kQueries / 8; ++n) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) body(n, r, n / 2, n % 2 * 2 + r);
-    }
+    unrolled<kQueries / 8, 2>([&](int n, int r) { body(n, r, n / 2, n % 2 * 2 + r); });
   }
   static __device__ __forceinline__ void store(Packed& slopes, Scores& scores, const GeneralScore& score) {
     each_pair([&](int n, int r, int step, int i) { slopes[step][i] = store_pair(&scores[n][2 * r], score); });
@@ -309,13 +305,9 @@ struct ListedGradients : UnbiasedGradients<Packing> {
 #pragma unroll
     for (int i = 0; i < Seen::kWords; i += 2) {
       const uint32_t columns = transposed_bits((bits[i] & 0xFFFF) | bits[i + 1] << 16);
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          seen.queries[0][r][i + half] &= __shfl_sync(~0u, columns, 16 * half + 8 * r + quad()) >> (2 * lane_in_quad());
-        }
-      }
+      unrolled<2, 2>([&](int half, int r) {
+        seen.queries[0][r][i + half] &= __shfl_sync(~0u, columns, 16 * half + 8 * r + quad()) >> (2 * lane_in_quad());
+      });
     }
   }
 };

@@ -4,8 +4,7 @@
 //
 //   S = q k^T      tS = tq k^T + q tk^T      out += (P (A - pivot)) v + P tv
 //
-// lse is known, so that there is no maximum to track and `out` is never rescaled. The rows of absent tangents are not
-// copied, and their products are not computed.
+// docs/sm90_derivatives.md has the steps.
 #pragma once
 
 #include "cuda/host/launch.cuh"

@@ -1,12 +1,7 @@
 // Second derivatives on Hopper, by the formulas of cuda/sm80/derivatives/second.cuh, for head dims above 64. A thread
-// block keeps 64 keys with their tangents and loops over the query tiles that see them. Each of its two warpgroups
-// computes the scores of all keys and half of the queries of a step, transposed as in backward.cuh; F, T and the
-// weights of dv (PlainSecond) go through shared memory. Then each adds to the half of the columns of dk and dv that it
-// keeps, and computes its part of dq, which another warp adds to the workspace (dq_adder.cuh).
-//
-// The products that form scores of the next step are issued before those that use F, T and the weights of this one, so
-// that the arithmetic of the next step overlaps with them. Two barriers a step separate writing and reading F, T and
-// the weights. The rows of absent tangents are not copied, and their products are not computed.
+// block keeps 64 keys with their tangents. Each of its two warpgroups computes the scores of all keys and half of the
+// queries of a step, and then half of the columns of dk, dv and dq; F, T and the weights of dv (PlainSecond) go through
+// shared memory. docs/sm90_derivatives.md draws a step.
 #pragma once
 
 #include "cuda/sm90/derivatives/second_apart.cuh"

@@ -1,11 +1,7 @@
-// Second derivatives on Hopper for head dims up to 64. A thread block keeps 128 keys with their tangents, and loops
-// over the query tiles that see them. Each of its two warpgroups has 64 keys: their scores, dk and dv, and the part of
-// dq that comes from them, which another warp adds to the workspace (dq_adder.cuh). Scores are transposed as in
-// backward.cuh, so that packed weights of dv (PlainSecond) are operands as they lie in registers; F and T go through
-// shared memory.
-//
-// The warpgroups ping-pong: the tensor cores work for one while the other computes. A warpgroup issues ten products in
-// a phase: those of the gradients of a step, then those of the scores of the next one.
+// Second derivatives on Hopper for head dims up to 64. A thread block keeps 128 keys with their tangents. Each of its
+// two warpgroups has 64 keys: their scores, dk and dv, and the part of dq that comes from them. Packed weights of dv
+// (PlainSecond) are operands as they lie in registers; F and T go through shared memory. The warpgroups ping-pong:
+// docs/sm90_derivatives.md has the phases.
 #pragma once
 
 #include "cuda/sm90/derivatives/second_step.cuh"

@@ -1,7 +1,6 @@
-// Backward of calls with few queries for many keys on Hopper (cuda/decode/few_queries/backward.h). Such calls are bound
-// by the memory: they read k and v and write dk and dv. As in cuda/decode/few_queries/backward.cuh a work is one part
-// of the keys of a KV head, for the rows of all its query heads, which stay in shared memory; its partial dq stays in
-// registers.
+// Backward of calls with few queries for many keys on Hopper (cuda/decode/few_queries/backward.h). As in
+// cuda/decode/few_queries/backward.cuh a work is one part of the keys of a KV head, for the rows of all its query
+// heads, which stay in shared memory; its partial dq stays in registers.
 //
 // A thread block walks over several works. Its producer warp fills a ring of stages with 64 keys and values each, and
 // has the rows of the next work in shared memory before the present one ends. The two warpgroups take turns at the
@@ -183,14 +182,10 @@ struct FewQueriesBackward : FewQueriesBase<T, kHeadDim, 64 * kRowTiles, 2, kFewQ
       const auto kept = [&](int i, int n, int e) { return is_first ? dq[i][low + n][e] : dq[i][high + n][e]; };
       const auto given = [&](int i, int n, int e) { return is_first ? dq[i][high + n][e] : dq[i][low + n][e]; };
       ptx::named_barrier_sync(kFewQueriesBoth, kGroups * kGroupThreads);  // the memory of `exchange` is free
-#pragma unroll
-      for (int i = 0; i < kRowTiles; ++i) {
-#pragma unroll
-        for (int n = 0; n < kGivenTiles; ++n) {
-          shared.exchange[me].dq[i][n][thread()] =
-              make_float4(given(i, n, 0), given(i, n, 1), given(i, n, 2), given(i, n, 3));
-        }
-      }
+      unrolled<kRowTiles, kGivenTiles>([&](int i, int n) {
+        shared.exchange[me].dq[i][n][thread()] =
+            make_float4(given(i, n, 0), given(i, n, 1), given(i, n, 2), given(i, n, 3));
+      });
       ptx::named_barrier_sync(kFewQueriesBoth, kGroups * kGroupThreads);
 #pragma unroll
       for (int i = 0; i < kRowTiles; ++i) {

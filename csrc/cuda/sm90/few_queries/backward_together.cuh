@@ -84,17 +84,9 @@ struct FewQueriesTogether : FewQueriesBase<T, kHeadDim, 128, 1, 3, 2> {
     ptx::wgmma_wait<0>();
     ptx::hold(dx);
     if (is_mark(lse[0][0]) || is_mark(lse[0][1])) {
-#pragma unroll
-      for (int n = 0; n < kKeys / 8; ++n) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) dx[n][e] = is_mark_of_one_weight(lse[0][e / 2]) ? 0.f : dx[n][e];
-      }
+      unrolled<kKeys / 8, 4>([&](int n, int e) { dx[n][e] = is_mark_of_one_weight(lse[0][e / 2]) ? 0.f : dx[n][e]; });
     }
-#pragma unroll
-    for (int n = 0; n < kKeys / 8; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) dx[n][e] = x[n][e] * (dx[n][e] - delta[e / 2]);
-    }
+    unrolled<kKeys / 8, 4>([&](int n, int e) { dx[n][e] = x[n][e] * (dx[n][e] - delta[e / 2]); });
     hide(dx, key);  // dS is zero there even if dP is not finite
     pack_scores<T>(packed, dx);
     store_panels(scores.dscores, group() * 64 + warp_row(), packed);
@@ -119,11 +111,8 @@ struct FewQueriesTogether : FewQueriesBase<T, kHeadDim, 128, 1, 3, 2> {
 
   // Products become weights.
   __device__ __forceinline__ void weigh(float (&x)[kKeys / 8][4], const float (&lse)[2], int key) const {
-#pragma unroll
-    for (int n = 0; n < kKeys / 8; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) x[n][e] = ptx::ex2(fmaf(x[n][e], workspace.score.factor, -lse[e / 2]));
-    }
+    unrolled<kKeys / 8, 4>(
+        [&](int n, int e) { x[n][e] = ptx::ex2(fmaf(x[n][e], workspace.score.factor, -lse[e / 2])); });
     hide(x, key);
   }
   // Zeros for the keys of the tile that a row does not see.
@@ -133,14 +122,10 @@ struct FewQueriesTogether : FewQueriesBase<T, kHeadDim, 128, 1, 3, 2> {
     for (int r = 0; r < 2; ++r) {
       const int query = (first_row() + 8 * r) % queries;
       const Limits own = mask.keys_of(query, query + 1);
-#pragma unroll
-      for (int n = 0; n < kKeys / 8; ++n) {
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          const int at = key + n * 8 + 2 * lane_in_quad() + c;
-          if (at < own.begin || at >= own.end) x[n][2 * r + c] = 0;
-        }
-      }
+      unrolled<kKeys / 8, 2>([&](int n, int c) {
+        const int at = key + n * 8 + 2 * lane_in_quad() + c;
+        if (at < own.begin || at >= own.end) x[n][2 * r + c] = 0;
+      });
     }
   }
 

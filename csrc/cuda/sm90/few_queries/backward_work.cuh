@@ -163,11 +163,7 @@ struct FewQueriesBase {
                                              const FewQueriesWork& work, int key, float (&sum)[kColumnTiles][4],
                                              float factor) const {
     const int row = warp_row();
-#pragma unroll
-    for (int n = 0; n < kColumnTiles; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) sum[n][e] *= factor;
-    }
+    unrolled<kColumnTiles, 4>([&](int n, int e) { sum[n][e] *= factor; });
     uint32_t packed[kColumnTiles / 2][4];
     pack_scores<T>(packed, sum);
     store_panels(tile, row, packed);

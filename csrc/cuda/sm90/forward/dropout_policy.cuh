@@ -91,11 +91,7 @@ struct CounterDropout : DrawnDropout<kSteps, false> {
   }
   template <class Operands, class Scores>
   __device__ __forceinline__ void pack(const Operands&, Weights& weights, const AttnParams&, const Scores&) const {
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) weights[step][i] = packed[step][i] & masks[step][i];
-    }
+    unrolled<kSteps, 4>([&](int step, int i) { weights[step][i] = packed[step][i] & masks[step][i]; });
   }
 };
 

@@ -184,15 +184,11 @@ struct ForwardOperands<Float8, kHeadDim, kHeadDimV, TileOfRow, kTransposes> {
     shrink[1] = factors[1];
   }
   static __device__ __forceinline__ void pack(uint32_t (&weights)[kSteps][4], const float (&x)[kKeys / 8][4]) {
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float (&low)[4] = x[4 * step + i / 2 * 2], (&high)[4] = x[4 * step + i / 2 * 2 + 1];
-        const int r = i % 2 * 2;
-        weights[step][i] = ptx::e4m3x4(low[r], low[r + 1], high[r], high[r + 1]);
-      }
-    }
+    unrolled<kSteps, 4>([&](int step, int i) {
+      const float (&low)[4] = x[4 * step + i / 2 * 2], (&high)[4] = x[4 * step + i / 2 * 2 + 1];
+      const int r = i % 2 * 2;
+      weights[step][i] = ptx::e4m3x4(low[r], low[r + 1], high[r], high[r + 1]);
+    });
   }
   __device__ __forceinline__ void accumulate(float (&)[kOutTiles][4], const uint32_t (&weights)[kSteps][4],
                                              const Values& values) {

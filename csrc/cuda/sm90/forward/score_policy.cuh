@@ -47,29 +47,21 @@ __device__ __forceinline__ void add_bias_tile(float (&x)[N][4], const T (&bias)[
     return *reinterpret_cast<const uint32_t*>(chunk + 2 * lane_in_quad());
   };
   uint32_t lowest = pair(0, 0);
-#pragma unroll
-  for (int n = 0; n < N; ++n) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const uint32_t both = pair(n, r);
-      const float2 added = TensorCore<T>::unpack(both);
-      lowest = ptx::min_x2(lowest, both, T());
-      x[n][2 * r] = fmaf(x[n][2 * r], scale, added.x);
-      x[n][2 * r + 1] = fmaf(x[n][2 * r + 1], scale, added.y);
-    }
-  }
+  unrolled<N, 2>([&](int n, int r) {
+    const uint32_t both = pair(n, r);
+    const float2 added = TensorCore<T>::unpack(both);
+    lowest = ptx::min_x2(lowest, both, T());
+    x[n][2 * r] = fmaf(x[n][2 * r], scale, added.x);
+    x[n][2 * r + 1] = fmaf(x[n][2 * r + 1], scale, added.y);
+  });
   // A bias of -inf masks the score, even if the score is NaN.
   const float2 least = TensorCore<T>::unpack(lowest);
   if (!__any_sync(~0u, fminf(least.x, least.y) == -infinity())) return;
-#pragma unroll
-  for (int n = 0; n < N; ++n) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const float2 added = TensorCore<T>::unpack(pair(n, r));
-      if (added.x == -infinity()) x[n][2 * r] = -infinity();
-      if (added.y == -infinity()) x[n][2 * r + 1] = -infinity();
-    }
-  }
+  unrolled<N, 2>([&](int n, int r) {
+    const float2 added = TensorCore<T>::unpack(pair(n, r));
+    if (added.x == -infinity()) x[n][2 * r] = -infinity();
+    if (added.y == -infinity()) x[n][2 * r + 1] = -infinity();
+  });
 }
 
 // --- policies ------------------------------------------------------------------------------------------------------

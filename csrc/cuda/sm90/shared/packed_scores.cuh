@@ -81,11 +81,7 @@ struct PackedScores {
   }
   // The weights that dropout leaves.
   static __device__ __forceinline__ void keep(Packed& kept, const Packed& weights) {
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) kept[step][i] = Core::not_negative(weights[step][i]);
-    }
+    unrolled<kSteps, 4>([&](int step, int i) { kept[step][i] = Core::not_negative(weights[step][i]); });
   }
 
   // dP becomes dS. delta: of all queries. masked_or_marked: as in weigh; then it calls prepare(), which may change dP.
