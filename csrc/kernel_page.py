@@ -119,7 +119,9 @@ def _decode_grid() -> str:
 
 def in_words(options: str) -> str:
     """The options of a row, as the page names them."""
-    return {"kUnlisted": "all but blocks", "kFewTiles": "few tiles", "kBriefFewTiles": "brief, few tiles"}.get(options, options[1:].lower())
+    return {"kUnlisted": "all but blocks", "kFewTiles": "few tiles", "kBriefFewTiles": "brief, few tiles"}.get(
+        options, options[1:].lower()
+    )
 
 
 def _notes(rows: Sequence[Row]) -> str:
