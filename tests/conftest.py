@@ -224,7 +224,13 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if collection_path.name == "test_npu_binding.py":
         return None if TORCH_NPU.exists() else True
     devices = config.getoption("--device") or present_devices()
-    on_cuda = ("test_cuda.py", "test_cuda_block_masks.py", "test_cuda_large_logits.py", "test_kvcache_cuda.py")
+    on_cuda = (
+        "test_cuda.py",
+        "test_cuda_block_masks.py",
+        "test_cuda_large_logits.py",
+        "test_cuda_packed_heads.py",
+        "test_kvcache_cuda.py",
+    )
     return True if collection_path.name in on_cuda and "cuda" not in devices else None
 
 

@@ -46,6 +46,7 @@ class Case:
     Dv: int = 32
     lengths_q: tuple[int, ...] | None = None
     lengths_k: tuple[int, ...] | None = None
+    hints: tuple[int, int] | None = None  # max_seqlen_q and max_seqlen_k; None: the longest lengths
     layout: str = "bshd"
     causal: bool = False
     window_size: tuple[int, int] = (-1, -1)
@@ -191,9 +192,11 @@ def make_inputs(case: Case, device: str) -> Inputs:
     if case.mask is not None:
         inputs.mask = mask_of(case, generator).to(device)
     if case.lengths_q is not None and case.lengths_k is not None:
-        for side, lengths in (("q", case.lengths_q), ("k", case.lengths_k)):
+        longest = max(case.lengths_q, default=0), max(case.lengths_k, default=0)
+        hints = zip("qk", (case.lengths_q, case.lengths_k), case.hints or longest, strict=True)
+        for side, lengths, hint in hints:
             inputs.cu_seqlens[f"cu_seqlens_{side}"] = cu_seqlens(lengths, device)
-            inputs.max_seqlens[f"max_seqlen_{side}"] = max(lengths, default=0)
+            inputs.max_seqlens[f"max_seqlen_{side}"] = hint
     return inputs
 
 

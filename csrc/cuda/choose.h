@@ -282,8 +282,8 @@ class Chooser {
   // Figures are microseconds on an H200 in bf16. The choices do not depend on the batch size (see above),
   // except that of kFewTiles.
 
-  // wgmma, beside sm80/whole_heads and the forward of long sequences: 64x197 12x64 46, 52 and 59; 32x128 12x64 9.4,
-  // 11.5 and 11.9; 64x77 12x64 16.3, 16.4 and 22.1. The class of 32 columns has no kernel.
+  // wgmma, for dense calls, beside sm80/whole_heads and the forward of long sequences: 64x197 12x64 46, 52 and 59;
+  // 32x128 12x64 9.4, 11.5 and 11.9; 64x77 12x64 16.3, 16.4 and 22.1. The class of 32 columns has no kernel.
   static bool prefers_short_forward(const AttnParams& p) {
     return p.seqlen_k > 80 && p.seqlen_k <= sm90::kMostBoxRows && std::max(p.head_dim, p.head_dim_v) > 32;
   }
@@ -295,8 +295,8 @@ class Chooser {
   // but dropout 64x128 12x64 41.9 and 36.0.
   int64_t most_keys_of_whole_heads(const AttnParams& p, Options kernel, int columns) const {
     const Options options = options_of(p);
-    if (kernel == kPlain && is_hopper())
-      return columns > 64 ? (p.seqlen_q <= 512 ? 64 : 0) : columns > 32 ? 80 : sm80::kMostHeadKeys;
+    if (kernel == kPlain && is_hopper() && columns > 64) return p.seqlen_q <= 512 ? 64 : 0;
+    if (kernel == kPlain && is_hopper() && columns > 32 && !p.is_varlen()) return 80;
     if (kernel == kPlain) return columns > 64 ? 128 : columns > 32 ? 208 : sm80::kMostHeadKeys;
     if (is_hopper() && options & kOtherBiasOrOrigin) return columns > 32 ? 208 : 232;
     if (is_hopper() && columns > 32) return 64;
@@ -330,7 +330,7 @@ class Chooser {
   }
   TableRow short_forward_row(const AttnParams& p, const KernelCall& call) const {
     const TableRow row = hoppers<Stage::kSm90ShortForward>(call);
-    if (!row || call.is_invariant || !may_run_short_kernels(p) || !prefers_short_forward(p)) return {};
+    if (!row || call.is_invariant || p.is_varlen() || !may_run_short_kernels(p) || !prefers_short_forward(p)) return {};
     if (const TableRow tiled = tiled_forward_row(p, call); fills_brief_tiles(p, tiled)) return {};
     const auto& kernel = table_row<Stage::kSm90ShortForward>(row);
     const auto plan = sm90::ShortForwardPlan::of(p, compiled_tile(kernel.tiles), gpu_.multiprocessors);

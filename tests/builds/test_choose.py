@@ -65,6 +65,10 @@ int main() {
       }
       call.softcap = static_cast<double>(number("softcap", 0));
       if (number("dropout", 0)) call.dropout_threshold = 128;
+      if (number("packed", 0)) {
+        call.cu_seqlens_q = call.cu_seqlens_k = static_cast<const int32_t*>(call.q.data);
+        call.total_q = number("rows", call.batch * call.seqlen_q), call.total_k = call.batch * call.seqlen_k;
+      }
       call.invariant = number("invariant", 0) != 0;
       call.deterministic = number("deterministic", 0) != 0;
     };
@@ -134,6 +138,25 @@ CALLS = {
     "forward Sq=65 Sk=65 softcap=30 D=64": "tiles kSm90Forward aligned 0",
     "forward Sq=96 Sk=96 softcap=30 D=32": "tiles kSm80HeadsForward aligned 0",
     "forward Sq=256 Sk=256 softcap=30 D=64 sm80=1": "tiles kSm80HeadsForward aligned 0",
+    # Packed ones, for which wgmma has no kernel, by the hints max_seqlen: rows beyond 2^26 are not numbered.
+    "forward B=256 Hk=16 Sq=49 Sk=49 D=64 packed=1": "tiles kSm80HeadsForward aligned 0",
+    "forward B=256 Hk=16 Sq=49 Sk=49 D=64 packed=1 sm80=1": "tiles kSm80HeadsForward aligned 0",
+    "forward B=256 Hk=16 Sq=49 Sk=49 D=64 packed=1 deterministic=1": "tiles kSm90Forward aligned 0",
+    "forward B=256 Hk=16 Sq=49 Sk=49 D=64 packed=1 invariant=1": "tiles kSm90Invariant aligned 0",
+    "forward Sq=49 Sk=49 D=64 packed=1 rows=67108865": "tiles kSm90Forward aligned 0",
+    "forward Sq=208 Sk=208 D=64 packed=1": "tiles kSm80HeadsForward aligned 0",
+    "forward Sq=209 Sk=209 D=64 packed=1": "tiles kSm90Forward aligned 0",
+    "forward Sq=256 Sk=256 D=32 packed=1": "tiles kSm80HeadsForward aligned 0",
+    "forward Sq=64 Sk=64 packed=1": "tiles kSm80HeadsForward aligned 0",
+    "forward Sq=65 Sk=65 packed=1": "tiles kSm90Forward aligned 0",
+    "forward Sq=64 Sk=64 D=64 mask=1 packed=1": "tiles kSm80HeadsForward aligned 0",
+    "forward Sq=65 Sk=65 D=64 mask=1 packed=1": "tiles kSm90Forward aligned 0",
+    "backward B=256 Hk=16 Sq=49 Sk=49 D=64 packed=1": "tiles kSm80HeadsBackward aligned 0",
+    "backward B=256 Hk=16 Sq=49 Sk=49 D=64 packed=1 deterministic=1": "tiles kSm90Backward aligned 0",
+    "backward Sq=97 Sk=97 D=64 packed=1": "tiles kSm90Backward aligned 0",
+    "backward Sq=97 Sk=97 D=64 packed=1 sm80=1": "tiles kSm80HeadsBackward aligned 0",
+    "backward Sq=64 Sk=64 D=64 slopes=1 sink=1 packed=1": "tiles kSm80HeadsBackward aligned 0",
+    "backward Sq=64 Sk=16 D=64 slopes=1 packed=1": "tiles kSm80Backward aligned 0",
     # Smaller tiles: where they have fewer empty products, or leave less of the GPU idle.
     "forward B=8 Hk=16 Sq=256 Sk=4096": "tiles kSm90ForwardBrief aligned 0",
     "forward B=8 Hk=16 Sq=256 Sk=4096 deterministic=1": "tiles kSm90ForwardFewTiles aligned 0",

@@ -41,6 +41,9 @@ OPTIONS: dict[str, dict[str, object]] = {
     "mask with all": {"mask": "intervals", "mask_heads": "q", "bias": "hq", "softcap": 5.0, "dropout_p": 0.2, "rng_seed": 1,
                       "alibi": "heads", "sink_dtype": torch.float32},
 }  # fmt: skip
+# A packed call has no bias of any shape.
+PACKED_OPTIONS = {name: options for name, options in OPTIONS.items() if "bias" not in options}
+PACKED_OPTIONS["mask with others"] = {name: value for name, value in OPTIONS["mask with all"].items() if name != "bias"}
 BIASES: dict[str, dict[str, object]] = {
     "dense": {"bias": "bhq"},
     "causal": {"bias": "bhq", "causal": True, "use_lse": True},
@@ -106,6 +109,44 @@ def test_options_of_other_lengths(device: str, dtype: torch.dtype, option: str, 
     for D, Hk in ((32, 4), (64, 2)):
         shape: dict[str, object] = {"B": 2, "Sq": sizes[0], "Sk": sizes[1], "Hq": 4, "Hk": Hk, "D": D, "Dv": D}
         check(Case(dtype=dtype, **{**shape, **OPTIONS[option]}), device)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("option", ["plain", *PACKED_OPTIONS])
+@pytest.mark.parametrize("D,longest", [(32, 128), (32, 60), (64, 64), (64, 90), (128, 60)])
+def test_packed_options(device: str, dtype: torch.dtype, D: int, longest: int, option: str) -> None:
+    """Sequences without queries, keys or both, of one row, and of other numbers of queries than keys."""
+    case = Case(
+        dtype=dtype,
+        lengths_q=(33, 0, 1, longest, 20, 0, longest - 3),
+        lengths_k=(33, 17, 1, longest, 0, 0, longest // 2),
+        Hq=4,
+        Hk=2,
+        D=D,
+        Dv=D,
+        **PACKED_OPTIONS.get(option, {}),  # type: ignore[arg-type]
+    )
+    check(case, device)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("D,heads", [(32, (3, 3)), (64, (4, 1)), (128, (2, 2))], ids=str)
+def test_packed_lengths(device: str, dtype: torch.dtype, D: int, heads: tuple[int, int], length: int) -> None:
+    """Beside shorter sequences and a hint of more rows than there are."""
+    lengths = (length // 2, length, length - 1, 1)
+    for causal, more in ((False, 0), (True, 20)):
+        case = Case(
+            dtype=dtype,
+            lengths_q=lengths,
+            lengths_k=lengths[::-1],
+            hints=(length + more, length + more),
+            Hq=heads[0],
+            Hk=heads[1],
+            D=D,
+            Dv=D - 8,
+            causal=causal,
+            use_lse=True,
+        )
+        check(case, device)
 
 
 @pytest.mark.parametrize("bias", [*BIASES])

@@ -2,15 +2,19 @@
 // code, and the argument of these kernels.
 #pragma once
 
+#include <algorithm>
+
 #include "params.h"
 
 namespace flashattn_ext {
 
-// Whether a call may run the kernels for short sequences, forward or backward: dense ones, unless they are to have the
-// bits of packed ones (docs/deterministic.md). Units of rows are numbered in 32 bits.
+// Whether a call may run the kernels for short sequences, forward or backward: not if a sequence is to have the same
+// bits in every call (docs/deterministic.md). Units of rows are numbered in 32 bits; one packed sequence may have all
+// rows.
 inline bool may_run_short_kernels(const AttnParams& p) {
-  constexpr int64_t kMostQueries = 1 << 20;
-  return !p.is_varlen() && !p.deterministic && p.batch * p.heads_q > 0 && p.seqlen_q > 0 && p.seqlen_q <= kMostQueries;
+  constexpr int64_t kMostQueries = 1 << 20, kMostRows = 1 << 26;
+  const bool has_many_rows = p.is_varlen() && std::max(p.total_q, p.total_k) > kMostRows;
+  return !has_many_rows && !p.deterministic && p.batch * p.heads_q > 0 && p.seqlen_q > 0 && p.seqlen_q <= kMostQueries;
 }
 
 // A unit is some adjacent rows of a query head. The units of a KV head are those of all its query heads, and a thread

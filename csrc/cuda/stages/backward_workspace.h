@@ -170,7 +170,7 @@ struct GeneralWorkspace : BackwardWorkspace {
   int parts;
   bool dbias_is_sum, dbias_of_keys;  // several scores share an element of the bias; all rows share it
 
-  // keys: of a key tile; parts: warps that compute its scores, in whole heads times the tiles of queries.
+  // keys: of a key tile; parts: warps that compute its scores.
   GeneralWorkspace(const AttnGradParams& p, const BackwardWorkspace& base, int keys, int parts)
       : BackwardWorkspace(base), score(GeneralScore::of(p)), key_tile_rows(keys), parts(parts) {
     dense_key_tiles = static_cast<int>((p.seqlen_k + keys - 1) / keys);

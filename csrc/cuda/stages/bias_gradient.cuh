@@ -243,11 +243,11 @@ struct TileBiasGradient {
 
 // Writes a warp's sums of a head to the workspace, adds the sums of a bias that all rows share to its gradient, and
 // resets `sums`. tile: the key tile within the head; part: the warp within those that compute scores of the tile; key:
-// the lane's first key, of length_k.
+// the lane's first key, of length_k; adds: whether the workspace has sums of this part already, of the same warp.
 template <int kKeyTiles, bool kHasElements>
 __device__ __forceinline__ void end_head(BiasSums<kKeyTiles, kHasElements>& sums, const AttnGradParams& p,
                                          const GeneralWorkspace& workspace, int b, int h, int64_t tile, int part,
-                                         int key, int length_k) {
+                                         int key, int length_k, bool adds = false) {
   const int lane = threadIdx.x % 32;
   if (workspace.sums) {
     float* const to =
@@ -255,7 +255,8 @@ __device__ __forceinline__ void end_head(BiasSums<kKeyTiles, kHasElements>& sums
     const float all[GeneralWorkspace::kSums] = {sums.slope, sums.below, sums.above};
 #pragma unroll
     for (int i = 0; i < GeneralWorkspace::kSums; ++i) {
-      const float sum = warp_sum(all[i]);
+      float sum = warp_sum(all[i]);
+      if (adds) sum += to[i];
       ptx::store_if(lane == 0, to + i, sum);
     }
   }

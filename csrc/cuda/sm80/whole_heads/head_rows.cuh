@@ -3,9 +3,51 @@
 #pragma once
 
 #include "cuda/tile/operand_tile.cuh"
+#include "cuda/tile/rows.cuh"
 #include "cuda/tile/tile.cuh"
 
 namespace flashattn_ext::sm80 {
+
+// The sequence of a thread block: where its rows begin in the tensors, and how many they are. This one is for kernels
+// that run dense calls alone, and compiles to nothing.
+template <bool kPacked>
+struct HeadSequence {
+  static constexpr int query_start = 0, key_start = 0;
+
+  __device__ __forceinline__ HeadSequence(const AttnParams&, int) {}
+  static __device__ __forceinline__ int length_q(const AttnParams& p) { return static_cast<int>(p.seqlen_q); }
+  static __device__ __forceinline__ int length_k(const AttnParams& p) { return static_cast<int>(p.seqlen_k); }
+};
+// For kernels that run packed calls too.
+template <>
+struct HeadSequence<true> {
+  int query_start, queries, key_start, keys;
+
+  __device__ __forceinline__ HeadSequence(const AttnParams& p, int b) {
+    const Sequence rows = query_sequence(p, b), columns = key_sequence(p, b);
+    query_start = static_cast<int>(rows.start), queries = static_cast<int>(rows.length);
+    key_start = static_cast<int>(columns.start), keys = static_cast<int>(columns.length);
+  }
+  __device__ __forceinline__ int length_q(const AttnParams&) const { return queries; }
+  __device__ __forceinline__ int length_k(const AttnParams&) const { return keys; }
+};
+
+// The keys that shared memory holds, of which `first` is the first one. The plan of a packed call comes from
+// max_seqlen, and a sequence may have more keys: then they come in chunks of as many as the plan has.
+struct KeyChunk {
+  int first = 0;
+  bool is_whole = true;  // whether the chunk has all keys of the sequence
+
+  // How many keys the chunk has. most: keys of the plan.
+  __device__ __forceinline__ int keys(int length_k, int most) const {
+    return is_whole ? length_k : min(length_k - first, most);
+  }
+  // Those of some keys that the chunk has.
+  __device__ __forceinline__ Limits of(const Limits& keys, int most) const {
+    if (is_whole) return keys;
+    return {max(keys.begin, first), min(keys.end, first + most)};
+  }
+};
 
 // The threads that copy rows together: a thread's number among them, and how many they are.
 struct Team {

@@ -5,6 +5,9 @@
 // sum is fixed, except that the gradients of a bias that several scores share and of a relative bias are summed by
 // atomic additions. The gradient of a sink takes two more launches: the first stage of other backwards, whose delta it
 // sums up, and its own.
+//
+// The plan of a packed call has the lengths of max_seqlen, and a sequence may be longer. Where shared memory does not
+// hold all keys, the thread block walks over chunks of them, and sums of dq wait in the workspace (add_chunks).
 #pragma once
 
 #include "cuda/host/launch.cuh"
@@ -20,7 +23,8 @@
 
 namespace flashattn_ext::sm80 {
 
-template <class T, int kHeadDim, Options kOptions>
+// kPacked: whether the kernel runs packed calls too.
+template <class T, int kHeadDim, Options kOptions, bool kPacked>
 struct HeadsBackward {
   using Core = TensorCore<T>;
   using Tile = SwizzledTile<T, kHeadDim>;
@@ -56,6 +60,8 @@ struct HeadsBackward {
   const HeadsBackwardPlan& plan;
   const typename Tile::Places places;
   const int warp, b, hk;
+  const HeadSequence<kPacked> sequence;
+  KeyChunk chunk;  // constant where it is whole, so that the code for usual sequences has no register for it
   T *const k_tile, *const v_tile, *const dscore_tile;
   float dk[1][kOutTiles][4], dv[1][kOutTiles][4];
 
@@ -67,43 +73,68 @@ struct HeadsBackward {
         warp(uniform(static_cast<int>(threadIdx.x) / 32)),
         b(static_cast<int>(blockIdx.x / static_cast<unsigned>(p.heads_k))),
         hk(static_cast<int>(blockIdx.x % static_cast<unsigned>(p.heads_k))),
+        sequence(p, b),
         k_tile(shared),
         v_tile(k_tile + plan.keys * Tile::kStride),
         dscore_tile(v_tile + plan.keys * Tile::kStride) {}
 
-  __device__ __forceinline__ int length_q() const { return static_cast<int>(p.seqlen_q); }
-  __device__ __forceinline__ int length_k() const { return static_cast<int>(p.seqlen_k); }
-  __device__ __forceinline__ Mask mask() const { return Mask(p, p.seqlen_q, p.seqlen_k); }
-  __device__ __forceinline__ int key() const { return warp * kRowStep; }  // the first of this warp
-  __device__ __forceinline__ int tiles() const { return plan.tiles * plan.group; }
+  __device__ __forceinline__ int length_q() const { return sequence.length_q(p); }
+  __device__ __forceinline__ int length_k() const { return sequence.length_k(p); }
+  __device__ __forceinline__ Mask mask() const { return Mask(p, length_q(), length_k()); }
+  __device__ __forceinline__ bool in_chunks() const { return kPacked && length_k() > plan.keys; }
+  // The first key of this warp among those in shared memory, and in the sequence.
+  __device__ __forceinline__ int held_key() const { return warp * kRowStep; }
+  __device__ __forceinline__ int key() const { return chunk.first + held_key(); }
 
   __device__ __forceinline__ Stage stage(int number) const {
     unsigned char* const first = reinterpret_cast<unsigned char*>(dscore_tile + plan.keys * plan.score_stride());
-    T* const q = reinterpret_cast<T*>(first + number % 2 * plan.stage_bytes(kHeadDim));
+    const int place = stages() == 1 ? 0 : number % 2;
+    T* const q = reinterpret_cast<T*>(first + place * plan.stage_bytes(kHeadDim));
     const int elements = plan.rows * Tile::kStride;
     float* const lse = reinterpret_cast<float*>(q + 3 * elements);
     Stage all{q, q + elements, q + 2 * elements, lse, lse + plan.rows, lse + 2 * plan.rows, nullptr};
     if constexpr (kHoldsBias) {
       unsigned char* const biases = first + plan.stages * plan.stage_bytes(kHeadDim);
       const QueryTile tile = query_tile(number);
-      all.bias = first_in_stage<T>(plan.bias, biases + number % 2 * plan.bias.tile_bytes(plan.rows),
+      all.bias = first_in_stage<T>(plan.bias, biases + place * plan.bias.tile_bytes(plan.rows),
                                    bias_row<const T>(p.bias, b, tile.h, tile.row));
     }
     return all;
   }
   __device__ __forceinline__ QueryTile query_tile(int number) const {
-    const int head = static_cast<int>(static_cast<unsigned>(number) / static_cast<unsigned>(plan.tiles));
-    const int row = (number - head * plan.tiles) * kQueries;
-    return {hk * plan.group + head, row, min(kQueries, length_q() - row)};
+    const int head = static_cast<int>(static_cast<unsigned>(number) / static_cast<unsigned>(head_tiles()));
+    const int row = (number - head * head_tiles()) * queries();
+    return {hk * plan.group + head, row, min(queries(), length_q() - row)};
   }
+  // Queries of a tile at most, tiles of a query head, and tiles that shared memory has room for. Of a packed sequence
+  // with more queries than the plan a tile has as many as shared memory, which may have room for one tile.
+  __device__ __forceinline__ int queries() const { return kPacked ? plan.rows : kQueries; }
+  __device__ __forceinline__ int head_tiles() const {
+    return kPacked ? max(1, (length_q() + plan.rows - 1) / plan.rows) : plan.tiles;
+  }
+  __device__ __forceinline__ int tiles() const { return head_tiles() * plan.group; }
+  __device__ __forceinline__ int stages() const { return kPacked ? plan.stages : 2; }
   // Rows of a tile with those of its last step that do not exist: they are zeros, of an lse without weights.
   static __device__ __forceinline__ int padded(int rows) { return (rows + kStep - 1) / kStep * kStep; }
 
   __device__ __forceinline__ void run() {
+    if (in_chunks()) {
+#pragma unroll 1
+      for (int first = 0; first < length_k(); first += plan.keys) {
+        chunk = {first, false};
+        walk_queries();
+        __syncthreads();
+      }
+    } else {
+      chunk = {0, true};
+      walk_queries();
+    }
+  }
+  __device__ __forceinline__ void walk_queries() {
     load_keys();
     load_queries(0);
     ptx::cp_async_commit();
-    if (tiles() > 1) load_queries(1);
+    if (tiles() > 1 && stages() > 1) load_queries(1);
     ptx::cp_async_commit();
     set_zero(dk[0]);
     set_zero(dv[0]);
@@ -121,24 +152,27 @@ struct HeadsBackward {
       store_queries(tile);
       if (number + 1 == tiles()) break;
       __syncthreads();
-      if (number + 2 < tiles()) load_queries(number + 2);
+      if (number + stages() < tiles()) load_queries(number + stages());
       ptx::cp_async_commit();
+      if (stages() == 1) ptx::cp_async_wait<0>();
     }
-    store(p.dk, hk, key(), 0, length_k(), dk[0], rule.gradient_scale(), p.head_dim);
-    store(p.dv, hk, key(), 0, length_k(), dv[0], rule.keep_scale(), p.head_dim_v);
+    store(p.dk, hk, sequence.key_start, key(), 0, length_k(), dk[0], rule.gradient_scale(), p.head_dim);
+    store(p.dv, hk, sequence.key_start, key(), 0, length_k(), dv[0], rule.keep_scale(), p.head_dim_v);
   }
 
+  __device__ __forceinline__ int held_keys() const { return chunk.keys(length_k(), plan.keys); }
   __device__ __forceinline__ void load_keys() const {
-    const int end = whole_steps(length_k());
-    load_rows<Tile>(block_team(), k_tile, row_pointer<const T>(p.k, b, hk, 0), p.k.row_stride, length_k(), end,
+    const int first = sequence.key_start + chunk.first, rows = held_keys(), end = whole_steps(rows);
+    load_rows<Tile>(block_team(), k_tile, row_pointer<const T>(p.k, b, hk, first), p.k.row_stride, rows, end,
                     static_cast<int>(p.head_dim));
-    load_rows<Tile>(block_team(), v_tile, row_pointer<const T>(p.v, b, hk, 0), p.v.row_stride, length_k(), end,
+    load_rows<Tile>(block_team(), v_tile, row_pointer<const T>(p.v, b, hk, first), p.v.row_stride, rows, end,
                     static_cast<int>(p.head_dim_v));
   }
   __device__ __forceinline__ void load_queries(int number) const {
     const QueryTile tile = query_tile(number);
     const Stage to = stage(number);
-    const int h = tile.h, row = tile.row, end = padded(tile.rows), columns_v = static_cast<int>(p.head_dim_v);
+    const int h = tile.h, row = sequence.query_start + tile.row, end = padded(tile.rows),
+              columns_v = static_cast<int>(p.head_dim_v);
     load_rows<Tile>(block_team(), to.q, row_pointer<const T>(p.q, b, h, row), p.q.row_stride, tile.rows, end,
                     static_cast<int>(p.head_dim));
     load_rows<Tile>(block_team(), to.dout, row_pointer<const T>(p.dout, b, h, row), p.dout.row_stride, tile.rows, end,
@@ -157,7 +191,7 @@ struct HeadsBackward {
   // In calls with a Mask: keys that this thread has copied and that are not finite become zeros, and their values NaN,
   // which makes the dS of the queries that see them NaN.
   __device__ __forceinline__ void isolate_keys() const {
-    zero_unfinite_rows<Tile>(k_tile, whole_steps(length_k()), [&](int row, int column) {
+    zero_unfinite_rows<Tile>(k_tile, whole_steps(held_keys()), [&](int row, int column) {
       *reinterpret_cast<uint4*>(v_tile + Tile::offset(row, column)) = make_uint4(~0u, ~0u, ~0u, ~0u);
     });
   }
@@ -202,9 +236,9 @@ struct HeadsBackward {
   }
   __device__ __forceinline__ LseWords<float> words_of(const QueryTile& tile, int row) const {
     if constexpr (kOptions == kPlain) {  // whose statistics look at the size of a row (heads_gradients.cuh)
-      return LseWords<float>::of(p, b, tile.h, tile.row + row);
+      return LseWords<float>::of(p, b, tile.h, sequence.query_start + tile.row + row);
     } else {
-      return words_of_backward<Dropping::kDrops>(p, b, tile.h, tile.row + row);
+      return words_of_backward<Dropping::kDrops>(p, b, tile.h, sequence.query_start + tile.row + row);
     }
   }
   static __device__ __forceinline__ float dot(const uint4& x, const uint4& y) {
@@ -221,9 +255,10 @@ struct HeadsBackward {
   // --- dk and dv of this warp's keys ---------------------------------------------------------------------------------
 
   __device__ __forceinline__ void sum_keys(const QueryTile& tile, const Stage& now) {
-    const Limits rows = mask().rows_of(key(), min(key() + kRowStep, length_k()));
+    Limits rows = mask().rows_of(key(), min(key() + kRowStep, length_k()));
+    if (kPacked && key() >= length_k()) rows = {0, 0};
     const int begin = max(rows.begin - tile.row, 0) / kStep * kStep, end = min(rows.end - tile.row, tile.rows);
-    Gradients gradients(p, mask(), b, hk, tile.h, key());
+    Gradients gradients(*this, tile);
 #pragma unroll 1
     for (int query = begin; query < end; query += kStep) {
       if (gradients.sees_some(tile.row + query, kStep)) {
@@ -232,7 +267,7 @@ struct HeadsBackward {
         store_dscores({}, query);
       }
     }
-    gradients.finish(p, rule, b, tile.h, tile.row / kQueries * plan.warps() + warp, key() + quad());
+    gradients.finish(*this, tile);
     if constexpr (kHoldsBias) HeldBiasGradient<HeadsBackward>{*this, tile, now.bias}.clear(begin, end);
   }
 
@@ -240,8 +275,8 @@ struct HeadsBackward {
     const T *const q = now.q + query * Tile::kStride, *const dout = now.dout + query * Tile::kStride;
     Scores weights, dscores;
     const auto begun = gradients.begin(*this, tile, query);
-    score_product<Tile, true>(weights, places, k_tile, key(), q, 0);
-    score_product<Tile>(dscores, places, v_tile, key(), dout, 0);
+    score_product<Tile, true>(weights, places, k_tile, held_key(), q, 0);
+    score_product<Tile>(dscores, places, v_tile, held_key(), dout, 0);
     gradients.weigh_and_differentiate(*this, tile, now, query, begun, weights, dscores);
     accumulate<Tile, kStep / 16>(
         dv, places, [&](int, int k) { return Core::from_accumulators(weights[0], k); }, dout, 0);
@@ -255,7 +290,7 @@ struct HeadsBackward {
   // Writes dS of a step for dq.
   __device__ __forceinline__ void store_dscores(const typename Core::A (&packed)[kStep / 16], int query) const {
     const int stride = plan.score_stride();
-    T* const first = dscore_tile + (key() + quad()) * stride + query + 2 * lane_in_quad();
+    T* const first = dscore_tile + (held_key() + quad()) * stride + query + 2 * lane_in_quad();
 #pragma unroll
     for (int k = 0; k < kStep / 16; ++k) {
 #pragma unroll
@@ -273,62 +308,109 @@ struct HeadsBackward {
     for (int unit = warp; unit < units; unit += plan.warps()) {
       const int row = unit / kColumnParts * kRowStep, column = unit % kColumnParts * kQueryColumns;
       const int first = tile.row + row;
-      const Limits keys = mask().keys_of(first, min(first + kRowStep, length_q()));
+      const Limits keys = chunk.of(mask().keys_of(first, min(first + kRowStep, length_q())), plan.keys);
       float dq[1][kQueryColumns / 8][4];
       set_zero(dq[0]);
 #pragma unroll 2
       for (int key = keys.begin / kRowStep * kRowStep; key < keys.end; key += kRowStep) {
+        const int held = key - chunk.first;
         accumulate<T, 1>(
-            dq, [&](int, int) { return Core::load_a_transposed(dscore_tile, plan.score_stride(), key, row); },
+            dq, [&](int, int) { return Core::load_a_transposed(dscore_tile, plan.score_stride(), held, row); },
             [&](typename Core::B(&pair)[2], int, int c) {
-              Tile::load_b_transposed(pair, k_tile + key * Tile::kStride,
+              Tile::load_b_transposed(pair, k_tile + held * Tile::kStride,
                                       Tile::moved(places.transposed, column + c * 8));
             });
       }
-      store(p.dq, tile.h, first, column, length_q(), dq[0], rule.gradient_scale(), p.head_dim);
+      if (!chunk.is_whole && !add_chunks(dq[0], tile.h, first, column)) continue;
+      store(p.dq, tile.h, sequence.query_start, first, column, length_q(), dq[0], rule.gradient_scale(), p.head_dim);
     }
   }
-  // Writes 16 rows from `first` on, of `length`, and the columns of x from `column` on.
+  // Adds the sums of the chunks before to those of 16 rows from `first` on, and keeps them unless the chunk is the last
+  // one. A lane has the same elements in every chunk. Returns whether it is the last one.
   template <int N>
-  __device__ __forceinline__ void store(const TensorView& to, int h, int first, int column, int length,
+  __device__ __forceinline__ bool add_chunks(float (&x)[N][4], int h, int first, int column) const {
+    const bool is_last = chunk.first + plan.keys >= length_k();
+    const int64_t row = h * p.total_q + sequence.query_start + first + quad();
+    float* const sums = static_cast<float*>(p.workspace) + row * kHeadDim + column + 2 * lane_in_quad();
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      if (first + quad() + 8 * r >= length_q()) continue;
+#pragma unroll
+      for (int n = 0; n < N; ++n) {
+        float2& own = *reinterpret_cast<float2*>(sums + 8 * r * kHeadDim + 8 * n);
+        if (chunk.first > 0) x[n][2 * r] += own.x, x[n][2 * r + 1] += own.y;
+        if (!is_last) own = make_float2(x[n][2 * r], x[n][2 * r + 1]);
+      }
+    }
+    return is_last;
+  }
+  // Writes 16 rows from `first` on, of the `length` rows of a sequence that begins at row `start` of a tensor, and the
+  // columns of x from `column` on.
+  template <int N>
+  __device__ __forceinline__ void store(const TensorView& to, int h, int start, int first, int column, int length,
                                         const float (&x)[N][4], float factor, int64_t columns) const {
     const int row = first + quad();
     const float factors[2] = {factor, factor};
     const bool zero[2] = {false, false}, exist[2] = {row < length, row + 8 < length};
-    store_rows(row_pointer<T>(to, b, h, row) + column, 8 * to.row_stride, x, factors, zero, exist,
+    store_rows(row_pointer<T>(to, b, h, start + row) + column, 8 * to.row_stride, x, factors, zero, exist,
                static_cast<int>(columns) - column);
   }
 };
 
-template <class T, int kHeadDim, Options kOptions>
-__global__ void __launch_bounds__(HeadsBackward<T, kHeadDim, kOptions>::kTile.warps * 32,
-                                  HeadsBackward<T, kHeadDim, kOptions>::kTile.blocks)
+template <class T, int kHeadDim, Options kOptions, bool kPacked>
+__global__ void __launch_bounds__(HeadsBackward<T, kHeadDim, kOptions, kPacked>::kTile.warps * 32,
+                                  HeadsBackward<T, kHeadDim, kOptions, kPacked>::kTile.blocks)
     heads_backward_kernel(const __grid_constant__ AttnGradParams p,
-                          const __grid_constant__ typename HeadsBackward<T, kHeadDim, kOptions>::Rule rule,
+                          const __grid_constant__ typename HeadsBackward<T, kHeadDim, kOptions, kPacked>::Rule rule,
                           const __grid_constant__ HeadsBackwardPlan plan) {
   extern __shared__ __align__(128) unsigned char shared[];
   ptx::wait_for_previous_kernel();
-  HeadsBackward<T, kHeadDim, kOptions>(p, rule, plan, reinterpret_cast<T*>(shared)).run();
+  HeadsBackward<T, kHeadDim, kOptions, kPacked>(p, rule, plan, reinterpret_cast<T*>(shared)).run();
+}
+
+// Bytes of the sums of dq of packed sequences with more keys than the plan (add_chunks): [Hq][total_q][kHeadDim].
+template <int kHeadDim>
+int64_t chunk_bytes(const AttnGradParams& p) {
+  return p.is_varlen() ? p.heads_q * p.total_q * kHeadDim * static_cast<int64_t>(sizeof(float)) : 0;
+}
+// The call, whose workspace begins behind those sums.
+template <int kHeadDim>
+AttnGradParams behind_chunks(AttnGradParams p) {
+  p.workspace = static_cast<char*>(p.workspace) + chunk_bytes<kHeadDim>(p);
+  return p;
 }
 
 template <class T, int kHeadDim, Options kOptions>
 size_t heads_backward_bytes(const AttnGradParams& p) {
-  if (!p.dsink && !p.dalibi_slopes && !p.drelative_bias) return 0;
-  const auto plan = HeadsBackwardPlan::of(p, HeadsBackward<T, kHeadDim, kOptions>::kTile, kOptions);
-  return static_cast<size_t>(heads_workspace(p, plan).bytes);
+  int64_t bytes = chunk_bytes<kHeadDim>(p);
+  if (p.dsink || p.dalibi_slopes || p.drelative_bias) {
+    using Kernel = HeadsBackward<T, kHeadDim, kOptions, takes_packed(kOptions)>;
+    bytes += heads_workspace(p, HeadsBackwardPlan::of(p, Kernel::kTile, kOptions)).bytes;
+  }
+  return static_cast<size_t>(bytes);
+}
+
+template <class T, int kHeadDim, Options kOptions, bool kPacked>
+void launch_heads_backward(const AttnGradParams& p) {
+  using Kernel = HeadsBackward<T, kHeadDim, kOptions, kPacked>;
+  const HeadsBackwardPlan plan = HeadsBackwardPlan::of(p, Kernel::kTile, kOptions);
+  constexpr const char* kName = "backward of heads";
+  const AttnGradParams others = behind_chunks<kHeadDim>(p);
+  launch_early(heads_backward_kernel<T, kHeadDim, kOptions, kPacked>, kName, p,
+               row_of_blocks(p.batch * p.heads_k, kName, p), plan.warps() * 32,
+               static_cast<int>(plan.shared_bytes(kHeadDim)), p, Kernel::Rule::of(others, plan), plan);
+  const bool sums_biases = p.dalibi_slopes || p.drelative_bias;
+  if (p.dsink || (sums_biases && p.has_sink)) launch_prepare<T>(p, delta_workspace(others));
+  if (p.dsink) launch_dsink(p, delta_workspace(others));
+  if (sums_biases) finish_biases(p, heads_workspace(others, plan));
 }
 
 template <class T, int kHeadDim, Options kOptions>
 void heads_backward(const AttnGradParams& p) {
-  using Kernel = HeadsBackward<T, kHeadDim, kOptions>;
-  const HeadsBackwardPlan plan = HeadsBackwardPlan::of(p, Kernel::kTile, kOptions);
-  constexpr const char* kName = "backward of heads";
-  launch_early(heads_backward_kernel<T, kHeadDim, kOptions>, kName, p, row_of_blocks(p.batch * p.heads_k, kName, p),
-               plan.warps() * 32, static_cast<int>(plan.shared_bytes(kHeadDim)), p, Kernel::Rule::of(p, plan), plan);
-  const bool sums_biases = p.dalibi_slopes || p.drelative_bias;
-  if (p.dsink || (sums_biases && p.has_sink)) launch_prepare<T>(p, delta_workspace(p));
-  if (p.dsink) launch_dsink(p, delta_workspace(p));
-  if (sums_biases) finish_biases(p, heads_workspace(p, plan));
+  if constexpr (kOptions == kPlain) {
+    if (p.is_varlen()) return launch_heads_backward<T, kHeadDim, kOptions, true>(p);
+  }
+  launch_heads_backward<T, kHeadDim, kOptions, takes_packed(kOptions)>(p);
 }
 
 }  // namespace flashattn_ext::sm80

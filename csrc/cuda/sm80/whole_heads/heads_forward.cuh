@@ -5,6 +5,10 @@
 // of others.
 //
 // Lengths cost their own rows: keys come in steps of the tile's keys, and at the end in smaller ones down to 16.
+//
+// The plan of a packed call has the lengths of max_seqlen, and a sequence may be longer. The last thread block of a KV
+// head takes all further units. Where shared memory does not hold all keys, the warps of a thread block walk together
+// over chunks of them.
 #pragma once
 
 #include "cuda/host/launch.cuh"
@@ -20,7 +24,8 @@
 
 namespace flashattn_ext::sm80 {
 
-template <class T, int kHeadDim, Options kOptions>
+// kPacked: whether the kernel runs packed calls too.
+template <class T, int kHeadDim, Options kOptions, bool kPacked>
 struct HeadsForward {
   using Core = TensorCore<T>;
   using Tile = SwizzledTile<T, kHeadDim>;
@@ -51,6 +56,7 @@ struct HeadsForward {
   const typename Tile::Places places;
   const int warp;
   const Work work;
+  const HeadSequence<kPacked> sequence;
   T *const k_tile, *const v_tile, *const q_tile;  // q_tile: the queries of this warp's unit
   bool has_values = false;
   typename Core::A queries[kSteps];
@@ -66,6 +72,7 @@ struct HeadsForward {
         plan(plan),
         warp(uniform(static_cast<int>(threadIdx.x) / 32)),
         work(work_of_block()),
+        sequence(p, work.b),
         k_tile(shared),
         v_tile(k_tile + plan.keys * Tile::kStride),
         q_tile(v_tile + (plan.keys + warp * kRowStep) * Tile::kStride) {}
@@ -75,11 +82,23 @@ struct HeadsForward {
     const int part = static_cast<int>(blockIdx.x) - static_cast<int>(head) * plan.parts;
     return {static_cast<int>(head / heads), static_cast<int>(head % heads), part * plan.share};
   }
+  // Units of a query head of this sequence.
+  __device__ __forceinline__ int units() const { return kPacked ? (length_q() + kRowStep - 1) / kRowStep : plan.units; }
   __device__ __forceinline__ Unit unit(int number) const {
-    const int head = static_cast<int>(static_cast<unsigned>(number) / static_cast<unsigned>(plan.units));
-    return {work.hk * plan.group + head, (number - head * plan.units) * kRowStep};
+    if (in_chunks()) number = min(number, end_of_units() - 1);
+    const int head = static_cast<int>(static_cast<unsigned>(number) / static_cast<unsigned>(units()));
+    return {work.hk * plan.group + head, (number - head * units()) * kRowStep};
   }
-  __device__ __forceinline__ int end_of_units() const { return min(work.first + plan.share, plan.units * plan.group); }
+  __device__ __forceinline__ int end_of_units() const {
+    if (kPacked && work.first + plan.share >= plan.units * plan.group) return units() * plan.group;
+    return min(work.first + plan.share, units() * plan.group);
+  }
+  // The end of the warp's numbers. With chunks every warp computes a unit in the last round: the last one, if it has no
+  // other.
+  __device__ __forceinline__ int end_of_numbers() const { return end_of_units() + (in_chunks() ? warp : 0); }
+  // Whether shared memory does not hold all keys of the sequence.
+  __device__ __forceinline__ bool in_chunks() const { return kPacked && length_k() > plan.keys; }
+  __device__ __forceinline__ KeyChunk first_chunk() const { return {0, !in_chunks()}; }
   // The generator of dropout has 16 bytes of shared memory.
   __device__ __forceinline__ Dropout* dropout() const {
     static_assert(sizeof(Dropout) <= kVectorBytes);
@@ -100,10 +119,11 @@ struct HeadsForward {
   __device__ __forceinline__ IsolatedKeys* isolated_keys() const {
     return reinterpret_cast<IsolatedKeys*>(reinterpret_cast<unsigned char*>(values_arrived()) + kVectorBytes);
   }
-  __device__ __forceinline__ int length_q() const { return static_cast<int>(p.seqlen_q); }
-  __device__ __forceinline__ int length_k() const { return static_cast<int>(p.seqlen_k); }
+  __device__ __forceinline__ int length_q() const { return sequence.length_q(p); }
+  __device__ __forceinline__ int length_k() const { return sequence.length_k(p); }
 
   __device__ __forceinline__ void run() {
+    if (kPacked && work.first >= end_of_units()) return;
     load();
     if (threadIdx.x == 0) {
       ptx::barrier_init(values_arrived(), static_cast<int>(blockDim.x));
@@ -114,29 +134,59 @@ struct HeadsForward {
     __syncthreads();
     arrive_with_values();
 #pragma unroll 1
-    for (int number = work.first + warp; number < end_of_units(); number += plan.warps) compute_unit(number);
+    for (int number = work.first + warp; number < end_of_numbers(); number += plan.warps) compute_unit(number);
     ptx::cp_async_wait<0>();  // also of a warp that has no unit
   }
 
-  __device__ __forceinline__ int padded_keys() const { return (length_k() + kLeastKeys - 1) / kLeastKeys * kLeastKeys; }
+  // Rows of a tile of keys.
+  __device__ __forceinline__ int padded_keys(const KeyChunk& chunk) const {
+    return (chunk.keys(length_k(), plan.keys) + kLeastKeys - 1) / kLeastKeys * kLeastKeys;
+  }
 
   // Starts copying keys and the queries of the first unit of each warp, and then values.
   __device__ __forceinline__ void load() {
-    const int padded = padded_keys();
+    const KeyChunk chunk = first_chunk();
+    const int padded = padded_keys(chunk);
     load_queries(work.first + warp);
     load_bias(work.first + warp);
-    load_rows<Tile>(block_team(), k_tile, row_pointer<const T>(p.k, work.b, work.hk, 0), p.k.row_stride, length_k(),
-                    padded, static_cast<int>(p.head_dim));
+    load_keys(block_team(), chunk, k_tile, p.k, p.head_dim, padded);
     ptx::cp_async_commit();
-    load_rows<Tile>(block_team(), v_tile, row_pointer<const T>(p.v, work.b, work.hk, 0), p.v.row_stride, length_k(),
-                    padded, static_cast<int>(p.head_dim_v));
+    load_keys(block_team(), chunk, v_tile, p.v, p.head_dim_v, padded);
     ptx::cp_async_commit();
   }
+  // Starts copying the rows of keys or values. padded: the rows of their tile.
+  __device__ __forceinline__ void load_keys(const Team& team, const KeyChunk& chunk, T* tile, const TensorView& from,
+                                            int64_t columns, int padded) const {
+    const T* const first = row_pointer<const T>(from, work.b, work.hk, sequence.key_start + chunk.first);
+    load_rows<Tile>(team, tile, first, from.row_stride, chunk.keys(length_k(), plan.keys), padded,
+                    static_cast<int>(columns));
+  }
+  // Waits for all warps, and replaces the keys and values in shared memory.
+  __device__ __forceinline__ void replace_keys(const KeyChunk& chunk) const {
+    const int padded = padded_keys(chunk);
+    ptx::cp_async_wait<0>();  // values that no warp may have waited for
+    __syncthreads();
+    if (kTakesMask && threadIdx.x == 0) isolated_keys()->start();
+    // With an opaque number the addresses are computed here, and not before the loop over units. That spills less, but
+    // for the plain kernel with 64 columns.
+    constexpr bool kEarly = kHeadDim == 64 && kOptions == kPlain;
+    const Team all = block_team(), team{kEarly ? all.thread : ptx::opaque(all.thread), all.threads};
+    load_keys(team, chunk, k_tile, p.k, p.head_dim, padded);
+    load_keys(team, chunk, v_tile, p.v, p.head_dim_v, padded);
+    ptx::cp_async_commit();
+    ptx::cp_async_wait<0>();
+    __syncthreads();
+    if constexpr (kTakesMask) {
+      if (!p.has_intervals()) return;
+      isolated_keys()->template isolate<Tile>(v_tile, padded);
+      __syncthreads();
+    }
+  }
   __device__ __forceinline__ void load_queries(int number) const {
-    if (number >= end_of_units()) return;
+    if (number >= end_of_numbers()) return;
     const auto [h, row] = unit(number);
-    load_rows<Tile>(warp_team(), q_tile, row_pointer<const T>(p.q, work.b, h, row), p.q.row_stride,
-                    min(kRowStep, length_q() - row), kRowStep, static_cast<int>(p.head_dim));
+    load_rows<Tile>(warp_team(), q_tile, row_pointer<const T>(p.q, work.b, h, sequence.query_start + row),
+                    p.q.row_stride, min(kRowStep, length_q() - row), kRowStep, static_cast<int>(p.head_dim));
   }
   // Starts copying the bias of a unit over that of the unit before, which all lanes must have read.
   __device__ __forceinline__ void load_bias(int number) {
@@ -155,7 +205,7 @@ struct HeadsForward {
     if constexpr (kTakesMask) {
       if (p.has_intervals()) {
         ptx::cp_async_wait<0>();
-        isolated_keys()->template isolate<Tile>(v_tile, padded_keys());
+        isolated_keys()->template isolate<Tile>(v_tile, padded_keys(first_chunk()));
         return ptx::barrier_arrive(values_arrived());
       }
     }
@@ -183,25 +233,39 @@ struct HeadsForward {
   }
 
   // Registers are scarce, so what a step needs beside its tiles is computed where it is used.
-  __device__ __forceinline__ Mask mask() const { return Mask(p, p.seqlen_q, p.seqlen_k); }
-  __device__ __forceinline__ Limits visible_keys() const {
+  __device__ __forceinline__ Mask mask() const { return Mask(p, length_q(), length_k()); }
+  // The keys of a chunk that some row of the unit sees.
+  __device__ __forceinline__ Limits visible_keys(const KeyChunk& chunk) const {
     const int row = ptx::opaque(now.row);
-    return mask().keys_of(row, min(row + kRowStep, length_q()));
+    return chunk.of(mask().keys_of(row, min(row + kRowStep, length_q())), plan.keys);
   }
-  __device__ __forceinline__ int end_of_keys() const {
-    return (visible_keys().end + kLeastKeys - 1) / kLeastKeys * kLeastKeys;
+  __device__ __forceinline__ int end_of_keys(const KeyChunk& chunk) const {
+    return (visible_keys(chunk).end + kLeastKeys - 1) / kLeastKeys * kLeastKeys;
   }
 
   __device__ __forceinline__ void compute(int number) {
     set_zero(out[0]);
     softmax.start(-infinity());
     scoring.start_tile(p, work.b, now.h);
-    int key = visible_keys().begin / kLeastKeys * kLeastKeys;
+    if (in_chunks()) {
+      KeyChunk chunk{0, false};
 #pragma unroll 1
-    for (; key + kKeys <= end_of_keys(); key += kKeys) step<kKeys>(key);
-    take_step<64>(key);
-    take_step<32>(key);
-    take_step<16>(key);
+      for (; chunk.first < length_k(); chunk.first += plan.keys) {
+        if (chunk.first > 0 || number - warp > work.first) replace_keys(chunk);
+        walk_keys(chunk, number);
+      }
+    } else {
+      walk_keys(KeyChunk{0, true}, number);
+    }
+    store();
+  }
+  __device__ __forceinline__ void walk_keys(const KeyChunk& chunk, int number) {
+    int key = visible_keys(chunk).begin / kLeastKeys * kLeastKeys;
+#pragma unroll 1
+    for (; key + kKeys <= end_of_keys(chunk); key += kKeys) step<kKeys>(chunk, key);
+    take_step<64>(chunk, key);
+    take_step<32>(chunk, key);
+    take_step<16>(chunk, key);
     if constexpr (kHoldsBias) {
       __syncwarp();
       load_bias(number + plan.warps);
@@ -209,34 +273,34 @@ struct HeadsForward {
     }
     if constexpr (kTakesMask) {
       if (p.has_intervals() && has_values) {
-        isolated_keys()->poison(out[0], IntervalMask(mask(), pairs()), now.row + quad());
+        isolated_keys()->poison(out[0], IntervalMask(mask(), pairs()), now.row + quad(), chunk.first);
       }
     }
-    store();
   }
   // The intervals of keys for the rows of the unit, from key 0 on.
   __device__ __forceinline__ const int2* pairs() const {
-    return IntervalPairs(p, ptx::opaque(work.b), ptx::opaque(work.hk), 0).head(ptx::opaque(now.h));
+    return IntervalPairs(p, ptx::opaque(work.b), ptx::opaque(work.hk), sequence.key_start).head(ptx::opaque(now.h));
   }
   // A step with fewer keys than the others, if as many are left.
   template <int kCount>
-  __device__ __forceinline__ void take_step(int& key) {
+  __device__ __forceinline__ void take_step(const KeyChunk& chunk, int& key) {
     if constexpr (kCount < kKeys && kCount >= kLeastKeys) {
-      if (key + kCount > end_of_keys()) return;
-      step<kCount>(key);
+      if (key + kCount > end_of_keys(chunk)) return;
+      step<kCount>(chunk, key);
       key += kCount;
     }
   }
 
   template <int kCount>
-  __device__ __forceinline__ void step(int key) {
+  __device__ __forceinline__ void step(const KeyChunk& chunk, int key) {
     float x[1][kCount / 8][4];
     if constexpr (kTakesMask) {
       if (p.has_intervals() && seen_rows(key).is_none()) return;
     }
     const auto coordinates = [&] { return TileCoordinates{work.b, now.h, mask(), ptx::opaque(now.row), key}; };
     const auto begun = scoring.begin(p, coordinates);
-    const T* const keys = k_tile + key * Tile::kStride;
+    const int held = (key - chunk.first) * Tile::kStride;
+    const T* const keys = k_tile + held;
     score_product<T, kHeadDim>(
         x, [&](int, int d) { return queries[d / Core::kK]; },
         [&](typename Core::B(&pair)[2], int n, int d) {
@@ -265,8 +329,7 @@ struct HeadsForward {
     for (int k = 0; k < kCount / Core::kK; ++k) weights[k] = Core::from_accumulators(x[0], k);
     Dropping::template drop<Core>(p, dropout(), now.h, weights, now.row, key);
     await_values();
-    accumulate<Tile, kCount / Core::kK>(
-        out, places, [&](int, int k) { return weights[k]; }, v_tile + key * Tile::kStride, 0);
+    accumulate<Tile, kCount / Core::kK>(out, places, [&](int, int k) { return weights[k]; }, v_tile + held, 0);
   }
 
   __device__ __forceinline__ SeenRows seen_rows(int key) const {
@@ -274,12 +337,12 @@ struct HeadsForward {
   }
 
   __device__ __forceinline__ void store() {
-    const int row = now.row + quad();
-    const bool exist[2] = {row < length_q(), row + 8 < length_q()};
     const int b = ptx::opaque(static_cast<int>(blockIdx.x)) / (plan.parts * static_cast<int>(p.heads_k));
+    const int row = now.row + quad(), at = sequence.query_start + row;
+    const bool exist[2] = {row < length_q(), row + 8 < length_q()};
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      if (p.row_maxima.data && lane_in_quad() == r && exist[r]) store_largest(p, b, now.h, row + 8 * r, softmax.max[r]);
+      if (p.row_maxima.data && lane_in_quad() == r && exist[r]) store_largest(p, b, now.h, at + 8 * r, softmax.max[r]);
     }
     float shrink[2] = {1, 1};
     if (p.has_sink) softmax.end(head_sink(p, now.h), 1, shrink);
@@ -290,32 +353,40 @@ struct HeadsForward {
       totals[r] = softmax.total(r);
       empty[r] = totals[r] == 0;
       factors[r] = Dropping::keep_scale(p) * shrink[r] * ptx::rcp(totals[r]);
-      scoring.store_centres(p, work.b, now.h, row + 8 * r, 0, r, totals[r] / shrink[r], exist[r]);
+      scoring.store_centres(p, work.b, now.h, at + 8 * r, 0, r, totals[r] / shrink[r], exist[r]);
     }
-    softmax.store_statistics(p, b, now.h, row, totals, exist);
-    store_rows(row_pointer<T>(p.out, b, now.h, row), 8 * p.out.row_stride, out[0], factors, empty, exist,
+    softmax.store_statistics(p, b, now.h, at, totals, exist);
+    store_rows(row_pointer<T>(p.out, b, now.h, at), 8 * p.out.row_stride, out[0], factors, empty, exist,
                static_cast<int>(p.head_dim_v));
   }
 };
 
-template <class T, int kHeadDim, Options kOptions>
-__global__ void __launch_bounds__(HeadsForward<T, kHeadDim, kOptions>::kTile.warps * 32,
-                                  HeadsForward<T, kHeadDim, kOptions>::kTile.blocks)
+template <class T, int kHeadDim, Options kOptions, bool kPacked>
+__global__ void __launch_bounds__(HeadsForward<T, kHeadDim, kOptions, kPacked>::kTile.warps * 32,
+                                  HeadsForward<T, kHeadDim, kOptions, kPacked>::kTile.blocks)
     heads_forward_kernel(const __grid_constant__ AttnParams p,
-                         const __grid_constant__ typename HeadsForward<T, kHeadDim, kOptions>::Rule score,
+                         const __grid_constant__ typename HeadsForward<T, kHeadDim, kOptions, kPacked>::Rule score,
                          const __grid_constant__ HeadsForwardPlan plan) {
   extern __shared__ __align__(128) unsigned char shared[];
   ptx::wait_for_previous_kernel();
-  HeadsForward<T, kHeadDim, kOptions>(p, score, plan, reinterpret_cast<T*>(shared)).run();
+  HeadsForward<T, kHeadDim, kOptions, kPacked>(p, score, plan, reinterpret_cast<T*>(shared)).run();
+}
+
+template <class T, int kHeadDim, Options kOptions, bool kPacked>
+void launch_heads_forward(const AttnParams& p) {
+  using Kernel = HeadsForward<T, kHeadDim, kOptions, kPacked>;
+  const HeadsForwardPlan plan = HeadsForwardPlan::of(p, Kernel::kTile, multiprocessors(), kOptions);
+  constexpr const char* kName = "forward of heads";
+  launch_early(heads_forward_kernel<T, kHeadDim, kOptions, kPacked>, kName, p, row_of_blocks(plan.blocks(p), kName, p),
+               plan.warps * 32, static_cast<int>(plan.shared_bytes(kHeadDim)), p, Kernel::Rule::of(p), plan);
 }
 
 template <class T, int kHeadDim, Options kOptions>
 void heads_forward(const AttnParams& p) {
-  using Kernel = HeadsForward<T, kHeadDim, kOptions>;
-  const HeadsForwardPlan plan = HeadsForwardPlan::of(p, Kernel::kTile, multiprocessors(), kOptions);
-  constexpr const char* kName = "forward of heads";
-  launch_early(heads_forward_kernel<T, kHeadDim, kOptions>, kName, p, row_of_blocks(plan.blocks(p), kName, p),
-               plan.warps * 32, static_cast<int>(plan.shared_bytes(kHeadDim)), p, Kernel::Rule::of(p), plan);
+  if constexpr (kOptions == kPlain) {
+    if (p.is_varlen()) return launch_heads_forward<T, kHeadDim, kOptions, true>(p);
+  }
+  launch_heads_forward<T, kHeadDim, kOptions, takes_packed(kOptions)>(p);
 }
 
 }  // namespace flashattn_ext::sm80

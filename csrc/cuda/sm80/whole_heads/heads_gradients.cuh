@@ -7,10 +7,12 @@
 //                        before the products of the queries from `query` on, within the tile: what is read ahead
 //   weigh_and_differentiate(kernel, tile, now, query, begun, weights, dscores)
 //                        S^T of these queries becomes P^T with dropout applied, and dP^T becomes dS^T
-//   finish(p, rule, b, h, part, key)
-//                        after the last step: stores sums over the scores, for the gradients of biases. part: the warp
-//                        and the tile of queries, as one number; key: the lane's first
+//   finish(kernel, tile)
+//                        after the last step: stores sums over the scores, for the gradients of biases, or adds them to
+//                        those of the tiles before
 #pragma once
+
+#include <limits>
 
 #include "cuda/score/large_rows.cuh"
 #include "cuda/score/scores.cuh"
@@ -23,9 +25,10 @@ namespace flashattn_ext::sm80 {
 
 // Delta of every row, for the gradients of sinks and of biases, which launches after the kernel's compute.
 inline BackwardWorkspace delta_workspace(const AttnGradParams& p) { return {p, kRowStep, 0, 1}; }
-// The workspace with the sums of each warp over the scores of each tile of queries. A sequence is one tile of keys.
+// The workspace with the sums of each warp over the scores of a query head. A sequence is one tile of keys, however
+// many it has.
 inline GeneralWorkspace heads_workspace(const AttnGradParams& p, const HeadsBackwardPlan& plan) {
-  return {p, delta_workspace(p), plan.keys, plan.warps() * plan.tiles};
+  return {p, delta_workspace(p), std::numeric_limits<int>::max(), plan.warps()};
 }
 
 // The base of policies without a Mask that read nothing ahead and sum nothing up.
@@ -94,23 +97,25 @@ struct GeneralHeadGradients {
   // The centres of a lane's rows (rules/bias.h), which are read where a gradient needs them.
   struct CentresInMemory {
     const AttnGradParams& p;
-    int b, h, row;  // row: of the lane's first score
+    int b, h, start, length;  // the sequence's rows
+    int row;                  // of the lane's first score
 
     __device__ __forceinline__ float2 pair(Centre which, int n) const {
       return {centre(which, row + 8 * n), centre(which, row + 8 * n + 1)};
     }
     __device__ __forceinline__ float centre(Centre which, int at) const {
-      return p.centres.data && at < p.seqlen_q ? row_pointer<const float>(p.centres, b, h, at)[which] : 0.f;
+      return p.centres.data && at < length ? row_pointer<const float>(p.centres, b, h, start + at)[which] : 0.f;
     }
   };
 
   SeenQueriesOfKeys seen;
   BiasSums<1, true> sums;
 
-  // key: the warp's first.
-  __device__ __forceinline__ GeneralHeadGradients(const AttnGradParams& p, const Mask32& mask, int b, int hk, int h,
-                                                  int key)
-      : seen(IntervalMask(mask, IntervalPairs(p, b, hk, 0).head(h)), key) {}
+  template <class Kernel, class Tile>
+  __device__ __forceinline__ GeneralHeadGradients(const Kernel& kernel, const Tile& tile)
+      : seen(IntervalMask(kernel.mask(),
+                          IntervalPairs(kernel.p, kernel.b, kernel.hk, kernel.sequence.key_start).head(tile.h)),
+             kernel.key()) {}
   __device__ __forceinline__ bool sees_some(int row, int rows) const { return seen.sees_some(row, rows); }
 
   template <class Kernel, class Tile>
@@ -128,15 +133,19 @@ struct GeneralHeadGradients {
         TileBiasGradient<Bias, typename Bias::Element, 1, N, RelativeGradient::kInAnyOrder, CentresInMemory>;
     const int row = tile.row + query, first = query + 2 * lane_in_quad();
     if (has_mark<8 * N>(now.log2_sum + query)) clear_rows_of_one_weight(dscores, now.log2_sum + query);
-    const CentresInMemory centres{kernel.p, kernel.b, tile.h, tile.row + first};
+    const CentresInMemory centres{kernel.p,          kernel.b,        tile.h, kernel.sequence.query_start,
+                                  kernel.length_q(), tile.row + first};
     Gradient gradient{kernel.p, bias, kernel.rule, centres, kernel.b, tile.h, true, sums};
     OptionalDropout::Columns<1> dropping(kernel.p, kernel.b, tile.h, kernel.key(), row);
     flashattn_ext::weigh_and_differentiate<typename Bias::Element, true>(
         weights, dscores, kernel.rule.score, bias, gradient, now.lse + first, now.log2_sum + first, now.delta + first,
         seen.from(row + 2 * lane_in_quad()), dropping);
   }
-  __device__ __forceinline__ void finish(const AttnGradParams& p, const Rule& rule, int b, int h, int part, int key) {
-    end_head(sums, p, rule, b, h, b, part, key, static_cast<int>(p.seqlen_k));
+  template <class Kernel, class Tile>
+  __device__ __forceinline__ void finish(const Kernel& kernel, const Tile& tile) {
+    const bool adds = tile.row > 0 || kernel.chunk.first > 0;
+    end_head(sums, kernel.p, kernel.rule, kernel.b, tile.h, kernel.b, kernel.warp, kernel.key() + quad(),
+             kernel.length_k(), adds);
   }
 };
 

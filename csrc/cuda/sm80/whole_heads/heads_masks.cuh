@@ -86,14 +86,15 @@ struct IsolatedKeys {
       if (column == 0) atomicOr(words + row / 32, 1u << row % 32);
     });
   }
-  // Rows g and g + 8 of `out`, the first of which is `row`, become NaN where they see such a key.
+  // Rows g and g + 8 of `out`, the first of which is `row`, become NaN where they see such a key. first: the key of the
+  // first row of `values`.
   template <int N>
-  __device__ __forceinline__ void poison(float (&out)[N][4], const IntervalMask& mask, int row) const {
+  __device__ __forceinline__ void poison(float (&out)[N][4], const IntervalMask& mask, int row, int first) const {
 #pragma unroll 1
     for (int i = 0; i < kWords; ++i) {
 #pragma unroll 1
       for (uint32_t left = words[i]; left != 0; left &= left - 1) {
-        const Limits seen_by = rows_that_see(mask, 32 * i + __ffs(static_cast<int>(left)) - 1);
+        const Limits seen_by = rows_that_see(mask, first + 32 * i + __ffs(static_cast<int>(left)) - 1);
         const bool sees[2] = {row >= seen_by.begin && row < seen_by.end,
                               row + 8 >= seen_by.begin && row + 8 < seen_by.end};
         poison_rows(out, sees);

@@ -39,6 +39,8 @@ inline KernelCall heads_call(const AttnGradParams& p, const KernelCall& call, in
                                  : heads_call(static_cast<const AttnParams&>(p), call, most_keys);
 }
 constexpr bool holds_bias(Options kernel) { return kernel == kAnyBias; }
+// Whether the kernel of dense calls takes packed ones too. Of plain kernels there is another instance for them.
+constexpr bool takes_packed(Options kernel) { return kernel == kUnlisted; }
 constexpr bool takes_mask(Options kernel) { return includes(kernel, kIntervals); }
 // Keys of the longest calls, and the bytes of one bit for each.
 constexpr int kMostHeadKeys = 256, kMarkBytes = kMostHeadKeys / 8;
@@ -90,7 +92,8 @@ struct HeadsForwardPlan : UnitPlan {
     }
     warps = std::min(warps, tile.warps);
     const int parts = static_cast<int>(tile_count(all, warps * rounds));
-    const int keys = whole_steps(whole_steps(static_cast<int>(p.seqlen_k)) / 2) * 2;  // of steps of at least 32 too
+    // Of steps of at least 32 too. A packed sequence may have more keys than the call says.
+    const int keys = whole_steps(whole_steps(static_cast<int>(std::max<int64_t>(p.seqlen_k, 1))) / 2) * 2;
     const HeadBiasPlan bias = holds_bias(kernel) ? HeadBiasPlan::of(p, keys) : HeadBiasPlan();
     return {{parts, (all + parts - 1) / parts, units, group, keys}, warps, bias, takes_mask(kernel) ? kMarkBytes : 0};
   }
