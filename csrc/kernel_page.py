@@ -68,7 +68,8 @@ def describe(row: Row, choice: int = 0) -> str:
         return f"{tile[0]}, {tile[1]} x {tile[2]}, {tile[5]}, {tile[6]}"
     if row.stage in ("forward", "invariant", "pack_gqa", "jvp"):
         order = ", in turn" if tile[3:4] == ("kInTurn",) else ""
-        order += ", in two teams" if tile[4:] == ("true",) else ""
+        order += ", in two teams" if tile[4:5] == ("true",) else ""
+        order += f", {tile[5]} stages of queries" if len(tile) > 5 else ""
         return f"{64 * int(tile[0])} x {tile[1]}, {tile[2]}{order}"
     if row.stage in ("few_queries_backward", "second"):
         return f"{tile[0]} x {tile[1]}, {tile[2]}"

@@ -34,5 +34,6 @@ compile() {
 export -f compile
 python3 csrc/sources.py "$write" "$objects/instances" >"$objects/sources"
 xargs -P "$(nproc)" -I{} bash -c 'compile "$@"' _ {} "${options[@]}" <"$objects/sources"
-echo "all $(wc -l <"$objects/sources") CUDA sources compile; checking for spills"
+echo "all $(wc -l <"$objects/sources") CUDA sources compile"
+# The limits of spills are those of the first tile of each row.
 [[ "${TILE_CHOICE:-0}" != 0 ]] || python3 csrc/sources.py spills "$objects"/*.log

@@ -279,8 +279,8 @@ class Chooser {
   }
 
   // --- short sequences, whose keys a thread block has in shared memory ---------------------------------------------
-  // Figures are microseconds on an H200 in bf16. The choices do not depend on the batch size (see above),
-  // except that of kFewTiles.
+  // Figures are microseconds on an H200 in bf16. The batch size decides between kernels with the same bits only (see
+  // above): kFewTiles and kPlain, and the forward of short sequences, kBrief and kBriefFewTiles.
 
   // wgmma, for dense calls, beside sm80/whole_heads and the forward of long sequences: 64x197 12x64 46, 52 and 59;
   // 32x128 12x64 9.4, 11.5 and 11.9; 64x77 12x64 16.3, 16.4 and 22.1. The class of 32 columns has no kernel.
@@ -307,9 +307,11 @@ class Chooser {
   // 64.7; 64x96 12x64 67.5, 103 and 70.0; 64x128 12x64 78.5, 124 and 67.9. With dropout beside sm80/: 64x64 12x64 42.5
   // and 67.6, 64x96 102 and 90. With the forward: a bias alone 64x256 4x32 119 and 226;
   // on Hopper documents 64x96 12x32 81.7 and 124, 64x128 12x32 139 and 129, 64x96 12x64 142 and 134; slopes 64x96
-  // 12x32 88.5 and 122; a bias of keys 64x96 12x64 146 and 235, 64x128 12x64 185 and 257.
+  // 12x32 88.5 and 122; a bias of keys 64x96 12x64 146 and 235, 64x128 12x64 185 and 257. Packed, 256 sequences of 1 to
+  // 128 keys, 12x64, with the forward 189 and 249.
   int64_t most_keys_of_whole_heads(const AttnGradParams& p, Options kernel, int columns) const {
-    if (kernel == kPlain) return is_hopper() ? (columns > 32 ? 96 : 208) : columns > 64 ? 128 : sm80::kMostHeadKeys;
+    if (kernel == kPlain && is_hopper() && !p.is_varlen()) return columns > 32 ? 96 : 208;
+    if (kernel == kPlain) return columns > 64 ? 128 : sm80::kMostHeadKeys;
     if (kernel == kAnyBias) return sm80::kMostHeadKeys;
     const Options options = options_of(p);
     if (!is_hopper()) return options & (kScores | kBias | kOtherBiasOrOrigin) ? 128 : 64;
@@ -320,7 +322,7 @@ class Chooser {
   // 8x64 109, 169 and 69; 4x4096:77 8x64 364, 306 and 119.
   bool queries_suit_whole_heads(const AttnGradParams& p, Options kernel, int columns) const {
     const int64_t queries = p.seqlen_q * p.group_size();
-    if (kernel == kAnyBias || (kernel == kPlain && !is_hopper())) return queries <= 512;
+    if (kernel == kAnyBias || (kernel == kPlain && (!is_hopper() || p.is_varlen()))) return queries <= 512;
     return queries <= 256 && (columns <= 32 || p.seqlen_q <= 128);
   }
 
@@ -333,15 +335,17 @@ class Chooser {
     if (!row || call.is_invariant || p.is_varlen() || !may_run_short_kernels(p) || !prefers_short_forward(p)) return {};
     if (const TableRow tiled = tiled_forward_row(p, call); fills_brief_tiles(p, tiled)) return {};
     const auto& kernel = table_row<Stage::kSm90ShortForward>(row);
-    const auto plan = sm90::ShortForwardPlan::of(p, compiled_tile(kernel.tiles), gpu_.multiprocessors);
-    return has_room(plan.shared_bytes(kernel.head_dims.qk), plan.blocks(p)) ? row : TableRow{};
+    const int columns = kernel.head_dims.qk;
+    const auto plan = sm90::ShortForwardPlan::of(p, compiled_tile(kernel.tiles), columns, gpu_.multiprocessors);
+    return has_room(plan.shared_bytes(columns), plan.blocks(p)) ? row : TableRow{};
   }
   // The row of a forward in tiles. A plain one on Hopper may have other tiles:
-  // - kBrief, if fewer of their products are empty. At D = 64 256 queries in place of 192: 32x512 32x64 causal 126
-  // beside
-  //   145, 64x512 16x64 178 and 184, 16x1024 32x64 321 and 323, but 16x768 32x64 185 and 176. At D = 128 128 queries
-  //   and keys in place of 192 and 80: 32x256 16x128 43.6 and 57.2, 32x512 145 and 153, 16x1024 causal 157 and 166, but
-  //   16x768 149 and 145, 8x2048 457 and 442, 64x80 12x128 26.7 and 23.1, 8x128:4096 73.5 and 73.0.
+  // - kBrief, if fewer of their products are empty. At D = 64 they have 256 queries in place of 192: 32x512 32x64
+  // causal
+  //   126, others 145, 64x512 16x64 178 and 184, 16x1024 32x64 321 and 323, but 16x768 32x64 185 and 176. At D = 128
+  //   they have 128 queries and keys in place of 192 and 80: 32x256 16x128 43.6 and 57.2, 32x512 145 and 153, 16x1024
+  //   causal 157 and 166, but 16x768 149 and 145, 8x2048 457 and 442, 64x80 12x128 26.7 and 23.1, 8x128:4096 73.5 and
+  //   73.0.
   // - kFewTiles and kBriefFewTiles, which have the bits of the others, so that the batch size may decide, if they leave
   //   less of the GPU idle. A query row takes 1.25 times as long in them: 1x1500 20x64 37.2 and 43.2, 20x128 45.1 and
   //   57.6, 4x1024 8x64 causal 19.1 and 21.4; but 16x512 12x64 42.9 and 41.1.

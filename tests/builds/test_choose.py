@@ -153,11 +153,12 @@ CALLS = {
     "forward Sq=65 Sk=65 D=64 mask=1 packed=1": "tiles kSm90Forward aligned 0",
     "backward B=256 Hk=16 Sq=49 Sk=49 D=64 packed=1": "tiles kSm80HeadsBackward aligned 0",
     "backward B=256 Hk=16 Sq=49 Sk=49 D=64 packed=1 deterministic=1": "tiles kSm90Backward aligned 0",
-    "backward Sq=97 Sk=97 D=64 packed=1": "tiles kSm90Backward aligned 0",
+    "backward Sq=97 Sk=97 D=64 packed=1": "tiles kSm80HeadsBackward aligned 0",
+    "backward Sq=257 Sk=257 D=64 packed=1": "tiles kSm90Backward aligned 0",
     "backward Sq=97 Sk=97 D=64 packed=1 sm80=1": "tiles kSm80HeadsBackward aligned 0",
     "backward Sq=64 Sk=64 D=64 slopes=1 sink=1 packed=1": "tiles kSm80HeadsBackward aligned 0",
     "backward Sq=64 Sk=16 D=64 slopes=1 packed=1": "tiles kSm80Backward aligned 0",
-    # Smaller tiles: where they have fewer empty products, or leave less of the GPU idle.
+    # Other tiles: where they have fewer empty products, or leave less of the GPU idle.
     "forward B=8 Hk=16 Sq=256 Sk=4096": "tiles kSm90ForwardBrief aligned 0",
     "forward B=8 Hk=16 Sq=256 Sk=4096 deterministic=1": "tiles kSm90ForwardFewTiles aligned 0",
     "forward B=8 Hk=16 Sq=128 Sk=4096": "tiles kSm90Forward aligned 0",

@@ -73,11 +73,11 @@ def test_some_kernels_must_not_spill() -> None:
 
 
 def test_the_check_reads_one_source_of_each_kind() -> None:
-    """The largest head_dim of each kind of rows with a limit of spills, and of kernels for Hopper, whose wgmma may be serialised."""
+    """The largest head_dim of each kind of rows that allow few spills, and of kernels for Hopper, whose wgmma may be serialised."""
     rows = {
         name: rows[0][0]
         for name, rows in sources.rows_of_sources(sm90=True).items()
-        if any(row.spill <= sources.FEW_BYTES or row.architecture == "sm90" for row, _ in rows)
+        if any(sources.has_limit(row, dtype) or row.architecture == "sm90" for row, dtype in rows)
     }
     read = sources.read_sources()
     assert read < rows.keys() and 3 * len(read) < len(rows)

@@ -118,13 +118,18 @@ def test_scores_far_below_zero_keep_their_relative_weights(device: str, dtype: t
     [{}, {"causal": True}, {"window_size": (90, 7)}, {"causal": True, "smooth_softmax": True}],
     ids=["full", "causal", "window", "smooth"],
 )
-@pytest.mark.parametrize("S", [600, 512, 256, 230, 197])
+@pytest.mark.parametrize(
+    "S", [(600, 600), (512, 512), (256, 256), (230, 230), (197, 197), (224, 256), (256, 200)], ids=str
+)
+@pytest.mark.parametrize("group", [1, 2])
 def test_a_sequence_has_the_same_bits_alone_and_in_a_batch(
-    device: str, D: int, options: dict[str, Any], S: int
+    device: str, D: int, options: dict[str, Any], S: tuple[int, int], group: int
 ) -> None:
     """On Hopper 8 heads alone have smaller tiles than 320 heads, or another kernel."""
     B = 40 if device.startswith("cuda") else 3
-    q, k, v = torch.randn(3, B, S, 8, D, device=device, dtype=torch.bfloat16)
+    q = torch.randn(B, S[0], 8, D, device=device, dtype=torch.bfloat16)
+    k, v = torch.randn(2, B, S[1], 8 // group, D, device=device, dtype=torch.bfloat16)
+    v[:, 100, 0] = torch.inf
     out, lse = flashattn_ext.forward(q, k, v, return_lse=True, **options)
     alone, lse_alone = flashattn_ext.forward(q[2:3], k[2:3], v[2:3], return_lse=True, **options)
     assert_same_bits(out[2:3], alone)

@@ -1,8 +1,8 @@
 // Forward of short sequences on Hopper. A thread block is one warpgroup, which has all keys and values of a KV head in
-// shared memory and walks over units of 64 queries. Three thread blocks are resident on a multiprocessor and know
+// shared memory and walks over units of 64 queries. Up to four thread blocks are resident on a multiprocessor and know
 // nothing of each other: the loads, the softmax and the stores of one overlap the products of the others, so that
-// nothing is pipelined within one. The forward of long sequences (forward/forward.cuh) has tiles of 192 queries of a
-// head, of which 256 tokens leave a third empty.
+// nothing is pipelined within one. Steps are those of the tiles of 256 queries of the other forward
+// (forward/forward.cuh, kBrief), which run instead where they fill the GPU: a sequence has the same bits in both.
 #pragma once
 
 #include "cuda/host/launch.cuh"
@@ -115,7 +115,7 @@ struct ShortForward {
     set_zero(out);
     softmax.start(-infinity());
     const Limits seen = mask().keys_of(now.row, min(now.row + kShortRows, length_q()));
-    const int begin = seen.begin / kKeys * kKeys, end = (seen.end + kLeastKeys - 1) / kLeastKeys * kLeastKeys;
+    const int begin = seen.begin / kKeys * kKeys, end = min((seen.end + kKeys - 1) / kKeys * kKeys, plan.keys);
     const bool is_empty = seen.begin >= seen.end;
     ptx::barrier_wait(&arrived.q, q_parity);
     q_parity ^= 1;
@@ -227,7 +227,7 @@ template <class T, int kHeadDim, Options kOptions, int kHeadDimV>
 void forward_short(const AttnParams& p) {
   static_assert(kHeadDim == kHeadDimV);
   using Kernel = ShortForward<T, kHeadDim, kOptions>;
-  const ShortForwardPlan plan = ShortForwardPlan::of(p, Kernel::kTile, multiprocessors());
+  const ShortForwardPlan plan = ShortForwardPlan::of(p, Kernel::kTile, kHeadDim, multiprocessors());
   const ShortForwardMaps maps{query_map(p, p.q, p.head_dim, kShortRows), key_map(p, p.k, p.head_dim, plan.keys),
                               key_map(p, p.v, p.head_dim_v, plan.keys)};
   constexpr const char* kName = "forward of short sequences";

@@ -63,7 +63,7 @@ __device__ __forceinline__ void each_forward_work(const AttnParams& p, const Til
   }
 }
 
-// Zeroes TileGrid::taken, for calls in which thread blocks take more than one tile (zero_taken.cu).
+// Zeroes TileGrid::taken, for calls whose thread blocks take their tiles from it (zero_taken.cu).
 void zero_taken(const AttnParams& p, int* taken);
 
 // Publishes a tile to the consumer warps; one thread calls it. parity: of the barriers, 0 at first.
@@ -90,9 +90,10 @@ __device__ __forceinline__ ForwardWork receive_work(Shared& shared, uint32_t* pa
   return work;
 }
 
-// Whether thread blocks take the tiles of a forward one by one, from a counter. It gains less than it costs to zero the
-// counter, one to two microseconds, where each has one tile or two (TileGrid::next), and where each has few and all are
-// equally long: those of a causal call, if a head has one tile, or as many of both lengths, if it has two.
+// Whether thread blocks take the tiles of a forward one by one, from a counter. To zero the counter costs one to two
+// microseconds. It gains less in calls of one or two tiles for each thread block (TileGrid::next), and in calls of few
+// tiles for each whose lengths are nearly even: all are equal without a right bound or if a head has one tile, and if a
+// head has two, each thread block has as many of both lengths.
 inline bool takes_tiles(const AttnParams& p, int64_t tiles, bool has_mask) {
   constexpr int64_t kMostRounds = 16;  // of a tile for every thread block
   const bool unbounded = p.window_left == kUnbounded && p.window_right == kUnbounded;
@@ -100,14 +101,14 @@ inline bool takes_tiles(const AttnParams& p, int64_t tiles, bool has_mask) {
   if (rounds <= 1 || has_mask || p.is_varlen()) return rounds > 1;
   return rounds > (unbounded || tiles <= 2 * p.batch * p.heads_q ? kMostRounds : 2);
 }
-// The tiles of a forward, `blocks` of a sequence; at_least: forward_order. Where thread blocks take no tiles from a
-// counter, the two tiles of a causal head follow each other and read the same keys.
+// The tiles of a forward, `blocks` of a sequence. at_least: forward_order. In more than two rounds without a counter,
+// the two tiles of a head follow each other, so that their thread blocks read the same keys.
 inline TileGrid forward_grid(const AttnParams& p, int64_t blocks, int64_t element_bytes, int64_t at_least,
                              bool has_mask) {
   const int64_t tiles = blocks * p.batch * p.heads_q;
   int* const taken = takes_tiles(p, tiles, has_mask) ? static_cast<int*>(p.workspace) : nullptr;
   TileOrder order = forward_order(p, blocks, element_bytes, at_least);
-  if (!taken && blocks == 2) order.section = 1;
+  if (!taken && blocks == 2 && tiles > 2 * multiprocessors()) order.section = 1;
   return {order, static_cast<int>(tiles), taken};
 }
 
