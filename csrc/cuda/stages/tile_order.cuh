@@ -44,10 +44,10 @@ struct TileGrid : TileOrder {
   // `tiles` or more when there is none left.
   __device__ int take(int takers) const { return tiles > takers ? takers + atomicAdd(taken, 1) : tiles; }
   __device__ int take() const { return take(static_cast<int>(gridDim.x)); }
-  // The next tile for a thread block whose last tile was `tile`. Without a counter, the second of two rounds begins with
-  // the block that has had the last tile, which is the shortest. In more rounds a block moves on by one place in each:
-  // otherwise, where the tiles of a head divide the thread blocks, some blocks would have all of the tiles that end a
-  // head, which may have fewer rows.
+  // The next tile for a thread block whose last tile was `tile`. Without a counter, the second of two rounds begins
+  // with the block that has had the last tile, which is the shortest. In more rounds a block moves on by one place in
+  // each: otherwise, where the tiles of a head divide the thread blocks, some blocks would have all of the tiles that
+  // end a head, which may have fewer rows.
   __device__ int next(int tile) const {
     if (taken) return take();
     const int blocks = static_cast<int>(gridDim.x), round = tile / blocks + 1;
