@@ -307,10 +307,11 @@ class Chooser {
   // 64.7; 64x96 12x64 67.5, 103 and 70.0; 64x128 12x64 78.5, 124 and 67.9. With dropout beside sm80/: 64x64 12x64 42.5
   // and 67.6, 64x96 102 and 90. With the forward: a bias alone 64x256 4x32 119 and 226;
   // on Hopper documents 64x96 12x32 81.7 and 124, 64x128 12x32 139 and 129, 64x96 12x64 142 and 134; slopes 64x96
-  // 12x32 88.5 and 122; a bias of keys 64x96 12x64 146 and 235, 64x128 12x64 185 and 257. Packed, 256 sequences of 1 to
-  // 128 keys, 12x64, with the forward 189 and 249.
+  // 12x32 88.5 and 122; a bias of keys 64x96 12x64 146 and 235, 64x128 12x64 185 and 257. Packed, where sm90/ has the
+  // general kernel alone, 32x128 12x64 52.5 and 64.2, 64x256 8x32 107 and 143, but 64x197 12x64 233 and 214.
   int64_t most_keys_of_whole_heads(const AttnGradParams& p, Options kernel, int columns) const {
-    if (kernel == kPlain && is_hopper() && !p.is_varlen()) return columns > 32 ? 96 : 208;
+    if (kernel == kPlain && is_hopper() && columns > 32) return p.is_varlen() ? 128 : 96;
+    if (kernel == kPlain && is_hopper()) return p.is_varlen() ? sm80::kMostHeadKeys : 208;
     if (kernel == kPlain) return columns > 64 ? 128 : sm80::kMostHeadKeys;
     if (kernel == kAnyBias) return sm80::kMostHeadKeys;
     const Options options = options_of(p);
@@ -322,7 +323,7 @@ class Chooser {
   // 8x64 109, 169 and 69; 4x4096:77 8x64 364, 306 and 119.
   bool queries_suit_whole_heads(const AttnGradParams& p, Options kernel, int columns) const {
     const int64_t queries = p.seqlen_q * p.group_size();
-    if (kernel == kAnyBias || (kernel == kPlain && (!is_hopper() || p.is_varlen()))) return queries <= 512;
+    if (kernel == kAnyBias || (kernel == kPlain && !is_hopper())) return queries <= 512;
     return queries <= 256 && (columns <= 32 || p.seqlen_q <= 128);
   }
 

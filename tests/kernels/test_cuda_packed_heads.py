@@ -79,7 +79,7 @@ def test_plain_sequences_longer_than_the_hints(
     causal: bool, D: int, Dv: int, heads: tuple[int, int], hints: tuple[int, int], dtype: torch.dtype
 ) -> None:
     """One stage of queries in shared memory or two, and the head dims of plain kernels alone."""
-    shape = {"D": D, "Dv": Dv, "Hq": heads[0], "Hk": heads[1], "causal": causal, "use_lse": True}
+    shape = {"Dv": Dv, "Hq": heads[0], "Hk": heads[1], "causal": causal, "use_lse": True}
     check(packed(dtype, D, "plain", hints=hints, **shape), "cuda")
 
 
