@@ -338,12 +338,15 @@ FEW_BYTES = 8  # of spills, in the choice of the sources that are read
 
 def has_limit(row: Row, dtype: str) -> bool:
     """Whether tools/check_cuda_sources.sh --once reads the spills of a row: it allows few, or most calls of a model run it."""
-    runs_often = row.options == "kPlain" and row.stage in ("forward", "backward") and dtype == "bf16"
+    stages = ("forward", "backward", "heads_forward", "heads_backward")
+    runs_often = row.options == "kPlain" and row.stage in stages and dtype == "bf16"
     return row.spill <= FEW_BYTES or runs_often
 
 
 # Bytes that kernels without a row may spill, beside those of the rows in their source: around a call that divides 64-bit integers.
 SPILLS_WITHOUT_ROW = {"18bias_finish_kernel": 12}
+# Bytes that the instances for packed calls of a row may spill.
+SPILLS_OF_PACKED = {r"\d+heads_(?:for|back)ward_kernelI.*Lb1E": 32}
 
 
 def spilling(log: str, rows: Iterable[tuple[Row, str]]) -> list[str]:
@@ -351,8 +354,9 @@ def spilling(log: str, rows: Iterable[tuple[Row, str]]) -> list[str]:
 
     Kernels that have no row of their own, such as the one that rounds dq, may spill as much as any row of the source.
     """
-    limits = [(row.mangled(dtype), row.spill) for row, dtype in rows]
-    most = max((limit for _, limit in limits), default=0)
+    limits = [(re.compile(name), limit) for name, limit in SPILLS_OF_PACKED.items()]
+    limits += [(row.mangled(dtype), row.spill) for row, dtype in rows]
+    most = max((limit for _, limit in limits[len(SPILLS_OF_PACKED) :]), default=0)
     limits += [(re.compile(name), limit) for name, limit in SPILLS_WITHOUT_ROW.items()]
     problems = []
     for kernel, text in re.findall(r"Compiling entry function '(\w+)'(.*?)(?=Compiling entry function|\Z)", log, re.S):

@@ -282,7 +282,7 @@ class Chooser {
   // Figures are microseconds on an H200 in bf16. The batch size decides between kernels with the same bits only (see
   // above): kFewTiles and kPlain, and the forward of short sequences, kBrief and kBriefFewTiles.
 
-  // wgmma, for dense calls, beside sm80/whole_heads and the forward of long sequences: 64x197 12x64 46, 52 and 59;
+  // wgmma, for dense calls, beside sm80/whole_heads and the forward of long sequences: 64x197 12x64 48.7, 52 and 59;
   // 32x128 12x64 9.4, 11.5 and 11.9; 64x77 12x64 16.3, 16.4 and 22.1. The class of 32 columns has no kernel.
   static bool prefers_short_forward(const AttnParams& p) {
     return p.seqlen_k > 80 && p.seqlen_k <= sm90::kMostBoxRows && std::max(p.head_dim, p.head_dim_v) > 32;
@@ -296,7 +296,7 @@ class Chooser {
   int64_t most_keys_of_whole_heads(const AttnParams& p, Options kernel, int columns) const {
     const Options options = options_of(p);
     if (kernel == kPlain && is_hopper() && columns > 64) return p.seqlen_q <= 512 ? 64 : 0;
-    if (kernel == kPlain && is_hopper() && columns > 32 && !p.is_varlen()) return 80;
+    if (kernel == kPlain && is_hopper() && columns > 32 && (!p.is_varlen() || p.seqlen_q > 512)) return 80;
     if (kernel == kPlain) return columns > 64 ? 128 : columns > 32 ? 208 : sm80::kMostHeadKeys;
     if (is_hopper() && options & kOtherBiasOrOrigin) return columns > 32 ? 208 : 232;
     if (is_hopper() && columns > 32) return 64;
@@ -341,12 +341,10 @@ class Chooser {
     return has_room(plan.shared_bytes(columns), plan.blocks(p)) ? row : TableRow{};
   }
   // The row of a forward in tiles. A plain one on Hopper may have other tiles:
-  // - kBrief, if fewer of their products are empty. At D = 64 they have 256 queries in place of 192: 32x512 32x64
-  // causal
-  //   126, others 145, 64x512 16x64 178 and 184, 16x1024 32x64 321 and 323, but 16x768 32x64 185 and 176. At D = 128
-  //   they have 128 queries and keys in place of 192 and 80: 32x256 16x128 43.6 and 57.2, 32x512 145 and 153, 16x1024
-  //   causal 157 and 166, but 16x768 149 and 145, 8x2048 457 and 442, 64x80 12x128 26.7 and 23.1, 8x128:4096 73.5 and
-  //   73.0.
+  // - kBrief, if fewer of their products are empty. At D = 64, 256 queries in place of 192: 32x512 32x64 causal 126 and
+  //   145, 64x512 16x64 178 and 184, 16x1024 32x64 321 and 323, but 16x768 32x64 185 and 176. At D = 128, 128 queries
+  //   and keys in place of 192 and 80: 32x256 16x128 43.6 and 57.2, 32x512 145 and 153, 16x1024 causal 157 and 166, but
+  //   16x768 149 and 145, 8x2048 457 and 442, 64x80 12x128 26.7 and 23.1, 8x128:4096 73.5 and 73.0.
   // - kFewTiles and kBriefFewTiles, which have the bits of the others, so that the batch size may decide, if they leave
   //   less of the GPU idle. A query row takes 1.25 times as long in them: 1x1500 20x64 37.2 and 43.2, 20x128 45.1 and
   //   57.6, 4x1024 8x64 causal 19.1 and 21.4; but 16x512 12x64 42.9 and 41.1.
@@ -368,9 +366,9 @@ class Chooser {
     const bool fits = 4 * products <= 3 * others || (9 * products <= 8 * others && keys(brief) <= keys(plain));
     return fits && (p.seqlen_k <= kMostKeys || p.seqlen_q >= kLeastQueries);
   }
-  // Whether kBrief beats the forward of short sequences, whose bits it has: 64x197 12x64 43.6 and 47.3, 64x192 32.5 and
-  // 34.4; but 64x160 33.8 and 31.4, 64x128:256 34.3 and 31.4. It needs enough tiles: 12x256 64x64 41.6 and 48.6, but
-  // 16x256 12x64 15.9 and 12.9.
+  // Whether kBrief beats the forward of short sequences, whose bits it has: 64x197 12x64 43.4 and 48.7; but 64x160 33.8
+  // and 30.1, 64x128:256 34.3 and 31.3. It needs enough tiles: 12x256 64x64 41.9 and 51.6, but 16x256 12x64 15.9 and
+  // 13.7.
   bool fills_brief_tiles(const AttnParams& p, const TableRow& row) const {
     constexpr int64_t kLeastKeys = 161, kLeastQueries = 129;
     if (row.stage != Stage::kSm90Forward || p.seqlen_k < kLeastKeys || p.seqlen_q < kLeastQueries) return false;

@@ -2,9 +2,9 @@
 // definition). Scores are transposed: rows of accumulators are keys.
 //
 // A warp keeps its sums over the scores of one head, or in whole heads of one tile of queries, in registers (BiasSums)
-// and writes them to the workspace; backward_finish.cu adds them up in a fixed order. Sums over diagonals are formed in
-// registers and with shuffles, and added to the gradient of the relative bias in memory; deterministic calls add them
-// to exact sums in the workspace.
+// and stores them in the workspace, where later tiles of whole heads add theirs; backward_finish.cu adds them up in a
+// fixed order. Sums over diagonals are formed in registers and with shuffles, and added to the gradient of the relative
+// bias in memory; deterministic calls add them to exact sums in the workspace.
 #pragma once
 
 #include "cuda/score/distance_bias.cuh"

@@ -168,20 +168,20 @@ inline constexpr KernelRow<sm80::BackwardTile> kSm80Backward[] = {
 
 // Whole heads. Tiles: {keys of a step, warps at most, thread blocks of as many warps}. Notes are microseconds.
 inline constexpr KernelRow<sm80::HeadsForwardTile> kSm80HeadsForward[] = {
-    {k16Bit, 32,  kPlain, kEveryGpu, 16, {{64, 8, 3}}},  // 512x49, 6 heads: 23.5, and 128x128, 4 heads: 10.8; 32 keys: 21.4 and 11.6; 128 keys, 2 blocks: 22.9 and 9.9
+    {k16Bit, 32,  kPlain, kEveryGpu, 8, {{64, 8, 3}}},  // 512x49, 6 heads: 23.5, and 128x128, 4 heads: 10.8; 32 keys: 21.4 and 11.6; 128 keys, 2 blocks: 22.9 and 9.9
     {k16Bit, 64,  kPlain, kEveryGpu, 8, {{64, 8, 2}}},  // 256x49, 16 heads: 38.9, and 64x197, 12 heads: 49.2; 32 keys in 5 blocks of 4 warps: 38.2 and 57.9
     {k16Bit, 128, kPlain, kEveryGpu, 16, {{64, 4, 3}}},  // 128x64, 16 heads: 37.9; 32 keys: 39.1
     // no figures of other tiles:
     {k16Bit, 32,  kAnyBias,  kEveryGpu, 0, {{64, 4, 5}}},
     {k16Bit, 64,  kAnyBias,  kEveryGpu, 4, {{64, 8, 2}}},
-    {k16Bit, 32,  kUnlisted, kEveryGpu, 8, {{32, 8, 2}}},
-    {k16Bit, 64,  kUnlisted, kEveryGpu, 28, {{32, 4, 3}}},
+    {k16Bit, 32,  kUnlisted, kEveryGpu, 0, {{32, 8, 2}}},
+    {k16Bit, 64,  kUnlisted, kEveryGpu, 0, {{32, 4, 3}}},
 };
 
 // Tiles: {queries of a tile at most, queries of a step, columns of dq of a warp, warps at most, blocks of as many warps}.
 inline constexpr KernelRow<sm80::HeadsBackwardTile> kSm80HeadsBackward[] = {
-    {k16Bit, 32,  kPlain, kEveryGpu,  8, {{128, 32, 32, 16, 1}}},  // 128x128, 4 heads: 19.4, and 512x49, 6 heads: 42.7; tiles of 64 queries: 21.4 and 42.7
-    {k16Bit, 64,  kPlain, kEveryGpu, 32, {{64, 32, 32, 16, 1}}},  // 256x49, 16 heads: 86.7, and 32x128, 12 heads: 34.4; tiles of 128 queries: 121 and 36.3
+    {k16Bit, 32,  kPlain, kEveryGpu,  4, {{128, 32, 32, 16, 1}}},  // 128x128, 4 heads: 19.4, and 512x49, 6 heads: 42.7; tiles of 64 queries: 21.4 and 42.7
+    {k16Bit, 64,  kPlain, kEveryGpu,  4, {{64, 32, 32, 16, 1}}},  // 256x49, 16 heads: 86.7, and 32x128, 12 heads: 34.4; tiles of 128 queries: 121 and 36.3
     // 128x64, 16 heads: 111.6, where reads and writes take 67 at 4 TB/s; no figures of other tiles
     {k16Bit, 128, kPlain, kOtherGpus, 0, {{64, 32, 64, 8, 1}}},
     // no figures of other tiles:

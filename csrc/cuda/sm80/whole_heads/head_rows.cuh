@@ -18,7 +18,7 @@ struct HeadSequence {
   static __device__ __forceinline__ int length_q(const AttnParams& p) { return static_cast<int>(p.seqlen_q); }
   static __device__ __forceinline__ int length_k(const AttnParams& p) { return static_cast<int>(p.seqlen_k); }
 };
-// For kernels that run packed calls too.
+// For kernels of packed calls.
 template <>
 struct HeadSequence<true> {
   int query_start, queries, key_start, keys;

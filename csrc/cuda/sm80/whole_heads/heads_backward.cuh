@@ -1,10 +1,10 @@
 // Backward of short sequences on every GPU since Ampere. A thread block makes dq, dk and dv of a KV head: keys and
 // values lie in shared memory, and queries, dout and out come in tiles. A warp owns 16 keys, whose dk and dv it sums up
 // in registers. dS of a tile is exchanged in shared memory, and each sum of dq is then made by one warp over all keys.
-// Without gradients of sinks, slopes and relative biases there is no workspace and no other launch. The order of every
-// sum is fixed, except that the gradients of a bias that several scores share and of a relative bias are summed by
-// atomic additions. The gradient of a sink takes two more launches: the first stage of other backwards, whose delta it
-// sums up, and its own.
+// Without gradients of sinks, slopes and relative biases there is no other launch, and the workspace of a dense call is
+// empty. The order of every sum is fixed, except that the gradients of a bias that several scores share and of a
+// relative bias are summed by atomic additions. The gradient of a sink takes two more launches: the first stage of
+// other backwards, whose delta it sums up, and its own.
 //
 // The plan of a packed call has the lengths of max_seqlen, and a sequence may be longer. Where shared memory does not
 // hold all keys, the thread block walks over chunks of them, and sums of dq wait in the workspace (add_chunks).
@@ -23,7 +23,7 @@
 
 namespace flashattn_ext::sm80 {
 
-// kPacked: whether the kernel runs packed calls too.
+// kPacked: whether the kernel runs packed calls.
 template <class T, int kHeadDim, Options kOptions, bool kPacked>
 struct HeadsBackward {
   using Core = TensorCore<T>;
@@ -384,7 +384,7 @@ template <class T, int kHeadDim, Options kOptions>
 size_t heads_backward_bytes(const AttnGradParams& p) {
   int64_t bytes = chunk_bytes<kHeadDim>(p);
   if (p.dsink || p.dalibi_slopes || p.drelative_bias) {
-    using Kernel = HeadsBackward<T, kHeadDim, kOptions, takes_packed(kOptions)>;
+    using Kernel = HeadsBackward<T, kHeadDim, kOptions, false>;
     bytes += heads_workspace(p, HeadsBackwardPlan::of(p, Kernel::kTile, kOptions)).bytes;
   }
   return static_cast<size_t>(bytes);
@@ -407,10 +407,10 @@ void launch_heads_backward(const AttnGradParams& p) {
 
 template <class T, int kHeadDim, Options kOptions>
 void heads_backward(const AttnGradParams& p) {
-  if constexpr (kOptions == kPlain) {
+  if constexpr (takes_packed(kOptions)) {
     if (p.is_varlen()) return launch_heads_backward<T, kHeadDim, kOptions, true>(p);
   }
-  launch_heads_backward<T, kHeadDim, kOptions, takes_packed(kOptions)>(p);
+  launch_heads_backward<T, kHeadDim, kOptions, false>(p);
 }
 
 }  // namespace flashattn_ext::sm80

@@ -24,7 +24,7 @@
 
 namespace flashattn_ext::sm80 {
 
-// kPacked: whether the kernel runs packed calls too.
+// kPacked: whether the kernel runs packed calls.
 template <class T, int kHeadDim, Options kOptions, bool kPacked>
 struct HeadsForward {
   using Core = TensorCore<T>;
@@ -383,10 +383,10 @@ void launch_heads_forward(const AttnParams& p) {
 
 template <class T, int kHeadDim, Options kOptions>
 void heads_forward(const AttnParams& p) {
-  if constexpr (kOptions == kPlain) {
+  if constexpr (takes_packed(kOptions)) {
     if (p.is_varlen()) return launch_heads_forward<T, kHeadDim, kOptions, true>(p);
   }
-  launch_heads_forward<T, kHeadDim, kOptions, takes_packed(kOptions)>(p);
+  launch_heads_forward<T, kHeadDim, kOptions, false>(p);
 }
 
 }  // namespace flashattn_ext::sm80

@@ -69,7 +69,7 @@ struct SeenRows {
   }
 };
 
-// The keys of a head whose values were not finite, as bits in shared memory.
+// The keys in shared memory whose values were not finite, as bits behind them.
 struct IsolatedKeys {
   static constexpr int kWords = kMarkBytes / 4;
   uint32_t words[kWords];

@@ -39,8 +39,8 @@ inline KernelCall heads_call(const AttnGradParams& p, const KernelCall& call, in
                                  : heads_call(static_cast<const AttnParams&>(p), call, most_keys);
 }
 constexpr bool holds_bias(Options kernel) { return kernel == kAnyBias; }
-// Whether the kernel of dense calls takes packed ones too. Of plain kernels there is another instance for them.
-constexpr bool takes_packed(Options kernel) { return kernel == kUnlisted; }
+// Whether a kernel has another instance for packed calls.
+constexpr bool takes_packed(Options kernel) { return !holds_bias(kernel); }
 constexpr bool takes_mask(Options kernel) { return includes(kernel, kIntervals); }
 // Keys of the longest calls, and the bytes of one bit for each.
 constexpr int kMostHeadKeys = 256, kMarkBytes = kMostHeadKeys / 8;

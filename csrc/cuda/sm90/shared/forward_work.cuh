@@ -92,7 +92,7 @@ __device__ __forceinline__ ForwardWork receive_work(Shared& shared, uint32_t* pa
 
 // Whether thread blocks take the tiles of a forward one by one, from a counter. To zero the counter costs one to two
 // microseconds. It gains less in calls of one or two tiles for each thread block (TileGrid::next), and in calls of few
-// tiles for each whose lengths are nearly even: all are equal without a right bound or if a head has one tile, and if a
+// tiles for each whose lengths are nearly even: all are equal without a window or if a head has one tile, and if a
 // head has two, each thread block has as many of both lengths.
 inline bool takes_tiles(const AttnParams& p, int64_t tiles, bool has_mask) {
   constexpr int64_t kMostRounds = 16;  // of a tile for every thread block
