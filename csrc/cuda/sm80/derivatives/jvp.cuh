@@ -15,9 +15,9 @@
 #include "cuda/score/tangent_policy.cuh"
 #include "cuda/score/tangent_rows.cuh"
 #include "cuda/sm80/shared/dropout_policy.cuh"
+#include "cuda/sm80/shared/query_tile.cuh"
 #include "cuda/sm80/shared/tiles.h"
 #include "cuda/sm80/shared/visibility_policy.cuh"
-#include "cuda/stages/tile_order.cuh"
 #include "cuda/tile/products.cuh"
 
 namespace flashattn_ext::sm80 {
@@ -61,21 +61,13 @@ struct Jvp {
   using Weights = typename Core::A[kRowTiles][kSteps];
   static_assert(!Visibility::kHasMask || kThreads >= kKeys);
 
-  struct Head {
-    int b, h, length_q, length_k;
-  };
-  // Pointers to the first key and value of the head, or to their tangents.
-  struct KeyPointers {
-    const T *k, *v;
-  };
-  static constexpr int kSlots = 4 + Visibility::template kSlots<kKeys>;
-  static_assert(RowTile::kSwizzled || kSlots <= 2 * kQueries + 4 * kKeys);
-  static constexpr int kSharedBytes =
-      kTileElements * static_cast<int>(sizeof(T)) + (RowTile::kSwizzled ? kSlots * kVectorBytes : 0);
+  using Slots = TileSlots<RowTile, kTileElements, 4 + Visibility::template kSlots<kKeys>>;
+  static constexpr int kSharedBytes = Slots::kSharedBytes;
   static_assert(kSharedBytes <= derivative_shared(sizeof(T), kHeadDim));
 
   const JvpParams& p;
   const Rule& score;
+  Slots slots;
   T *q_tile, *tq_tile, *k_tile, *tk_tile, *v_tile, *tv_tile;
   typename RowTile::Places places;
   int row0;  // first query of the tile
@@ -85,6 +77,7 @@ struct Jvp {
   __device__ Jvp(const JvpParams& params, const Rule& score, T* shared)
       : p(params),
         score(score),
+        slots{shared},
         q_tile(shared),
         tq_tile(q_tile + kQueryElements),
         k_tile(tq_tile + kQueryElements),
@@ -94,51 +87,21 @@ struct Jvp {
 
   // The first of the 16 rows of this warp's row tile i, within the query tile.
   static __device__ int tile_row(int i) { return (threadIdx.x / 32 * kRowTiles + i) * 16; }
-
-  // Slot i, 16 bytes of shared memory: the padding of row i of the tiles or, where rows have none, behind the tiles.
-  template <class X>
-  __device__ X* slot(int i) const {
-    static_assert(sizeof(X) <= kVectorBytes);
-    const int at = RowTile::kSwizzled ? kTileElements + i * RowTile::kVector : i * RowTile::kStride + kHeadDim;
-    return reinterpret_cast<X*>(q_tile + at);
-  }
-  __device__ Head* head() const { return slot<Head>(0); }
-  __device__ Dropout* dropout() const { return slot<Dropout>(1); }
-  __device__ KeyPointers* keys() const { return slot<KeyPointers>(2); }
-  __device__ KeyPointers* key_tangents() const { return slot<KeyPointers>(3); }
-  __device__ int length_q() const { return head()->length_q; }
-  __device__ int length_k() const { return head()->length_k; }
+  __device__ KeyPointers<T>* key_tangents() const { return slots.template at<KeyPointers<T>>(3); }
+  __device__ int length_q() const { return slots.head()->length_q; }
+  __device__ int length_k() const { return slots.head()->length_k; }
   __device__ auto mask() const { return typename Visibility::Mask(p, length_q(), length_k()); }
   // The rows of the query tile that exist.
   __device__ Limits tile_rows() const { return {row0, min(row0 + kQueries, length_q())}; }
   // The row of this lane's first score.
   __device__ int score_row() const { return ptx::opaque(row0) + tile_row(0) + quad(); }
   __device__ auto tile_coordinates(int n) const {
-    return TileCoordinates{head()->b, head()->h, mask(), ptx::opaque(row0) + tile_row(0), n * kKeys};
+    return TileCoordinates{slots.head()->b, slots.head()->h, mask(), ptx::opaque(row0) + tile_row(0), n * kKeys};
   }
 
   __device__ bool has_product_tangents() const { return p.tangents.q.data || p.tangents.k.data; }
   // Whether the tangent of any logit can be other than 0.
   __device__ bool has_logit_tangents() const { return has_product_tangents() || Tangents::has_biases(p); }
-
-  __device__ __forceinline__ void run(const TileOrder& order) {
-    const int heads = static_cast<int>(p.heads_q);
-    const auto [head, block] = order.index(blockIdx.x, heads * static_cast<int>(p.batch));
-    start_head(head / heads, head % heads);
-    // The longest tiles of a causal head start first. A sequence may be longer than the grid was sized for.
-    const int step = order.blocks * kQueries;
-    for (row0 = (order.blocks - 1 - block) * kQueries; row0 < length_q(); row0 = ptx::opaque(row0) + step) {
-      start_tile();
-      if (Tangents::has_biases(p)) {
-        walk_keys<true>();
-        rows.end_biases();
-        __syncthreads();
-      }
-      if (has_logit_tangents() || p.tangents.v.data) walk_keys<false>();
-      finish_tile();
-      __syncthreads();
-    }
-  }
 
   __device__ void start_head(int b, int h) {
     const Sequence queries = query_sequence(p, b), sequence = key_sequence(p, b);
@@ -147,10 +110,10 @@ struct Jvp {
       return t.data ? row_pointer<const T>(t, b, hk, sequence.start) : nullptr;
     };
     if (threadIdx.x == 0) {
-      *head() = {b, h, static_cast<int>(queries.length), static_cast<int>(sequence.length)};
-      *keys() = {first(p.k), first(p.v)};
+      *slots.head() = {b, h, static_cast<int>(queries.length), static_cast<int>(sequence.length)};
+      *slots.pointers() = {first(p.k), first(p.v)};
       *key_tangents() = {first(p.tangents.k), first(p.tangents.v)};
-      Dropping::start_head(p, b, dropout());
+      Dropping::start_head(p, b, slots.dropout());
       Visibility::start_head(*this, b, h, static_cast<int>(hk), static_cast<int>(sequence.start));
     }
     __syncthreads();
@@ -170,8 +133,8 @@ struct Jvp {
   // The words of the lse of a row of the query tile.
   __device__ LseWords<float> words_of(int row) const {
     if (row0 + row >= length_q()) return LseWords<float>::of_no_key();
-    const int b = head()->b;
-    return LseWords<float>::of(p, b, head()->h, query_sequence(p, b).start + row0 + row);
+    const int b = slots.head()->b;
+    return LseWords<float>::of(p, b, slots.head()->h, query_sequence(p, b).start + row0 + row);
   }
 
   // Starts copying the rows of key tile n of two tensors, of which the second may be absent.
@@ -182,7 +145,7 @@ struct Jvp {
   template <bool kBiasesAlone>
   __device__ void load_keys(int n) const {
     const int columns = static_cast<int>(p.head_dim);
-    load_rows(k_tile, keys()->k, p.k.row_stride, n, columns);
+    load_rows(k_tile, slots.pointers()->k, p.k.row_stride, n, columns);
     if (!kBiasesAlone && p.tangents.k.data) {
       load_rows(tk_tile, key_tangents()->k, p.tangents.k.row_stride, n, columns);
     }
@@ -193,28 +156,35 @@ struct Jvp {
     const int columns = static_cast<int>(p.head_dim_v);
     Visibility::load_pairs(*this, n);
     if (!kBiasesAlone) {
-      if (has_logit_tangents()) load_rows(v_tile, keys()->v, p.v.row_stride, n, columns);
+      if (has_logit_tangents()) load_rows(v_tile, slots.pointers()->v, p.v.row_stride, n, columns);
       if (p.tangents.v.data) load_rows(tv_tile, key_tangents()->v, p.tangents.v.row_stride, n, columns);
     }
     ptx::cp_async_commit();
   }
   __device__ void load_queries(const TensorView& t, T* tile, int b, int rows) const {
-    const T* const from = row_pointer<const T>(t, b, head()->h, query_sequence(p, b).start + row0);
+    const T* const from = row_pointer<const T>(t, b, slots.head()->h, query_sequence(p, b).start + row0);
     load_tile<RowTile, kQueries, kThreads>(tile, from, t.row_stride, rows, static_cast<int>(p.head_dim));
+  }
+
+  __device__ void walk_keys() {
+    if (Tangents::has_biases(p)) {
+      pass_over_keys<true>();
+      rows.end_biases();
+      __syncthreads();
+    }
+    if (has_logit_tangents() || p.tangents.v.data) pass_over_keys<false>();
   }
 
   // kBiasesAlone: the first pass, which sums the tangents of the biases and skips the products of tangents.
   template <bool kBiasesAlone>
-  __device__ void walk_keys() {
-    const int row_end = min(row0 + kQueries, length_q());
+  __device__ void pass_over_keys() {
+    const int row_end = tile_rows().end;
     const Limits visible = mask().keys_of(row0, row_end), full = mask().keys_of_all(row0, row_end);
-    const int first = visible.begin / kKeys, last = (visible.end - 1) / kKeys;
-    const int first_full = (full.begin + kKeys - 1) / kKeys, end_full = full.end / kKeys;  // tiles that need no mask
     if (visible.end == visible.begin) return;
-    typename Visibility::Walk walk(*this, last, first, first_full, end_full);
+    typename Visibility::Walk walk(*this, visible, full);
     int n = walk.tile(*this);
     if (walk.is_empty(n)) return;
-    const int b = head()->b;
+    const int b = slots.head()->b;
     load_queries(p.q, q_tile, b, row_end - row0);
     if (!kBiasesAlone && p.tangents.q.data) load_queries(p.tangents.q, tq_tile, b, row_end - row0);
     load_keys<kBiasesAlone>(n);
@@ -281,8 +251,8 @@ struct Jvp {
         weights[i][k] = Core::from_accumulators(scores[i], k);
       }
       const int row = row0 + tile_row(i), key = n * kKeys;
-      Dropping::template drop<Core>(p, dropout(), head()->h, tangent_weights[i], row, key);
-      if (p.tangents.v.data) Dropping::template drop<Core>(p, dropout(), head()->h, weights[i], row, key);
+      Dropping::template drop<Core>(p, slots.dropout(), slots.head()->h, tangent_weights[i], row, key);
+      if (p.tangents.v.data) Dropping::template drop<Core>(p, slots.dropout(), slots.head()->h, weights[i], row, key);
     }
   }
 
@@ -294,7 +264,8 @@ struct Jvp {
   }
 
   __device__ void finish_tile() {
-    const int b = head()->b, h = head()->h, count = length_q() - row0, columns = static_cast<int>(p.head_dim_v);
+    const int b = slots.head()->b, h = slots.head()->h;
+    const int count = length_q() - row0, columns = static_cast<int>(p.head_dim_v);
     const int64_t start = query_sequence(p, b).start + row0;
     const float keep_scale = Dropping::keep_scale(p);
     const SinkTangent sink(p, h);
@@ -330,7 +301,7 @@ __global__ void __launch_bounds__(Jvp<T, kHeadDim, kOptions>::kThreads, Jvp<T, k
     jvp_kernel(const __grid_constant__ JvpParams p, const __grid_constant__ TileOrder order,
                const __grid_constant__ typename Jvp<T, kHeadDim, kOptions>::Rule score) {
   extern __shared__ __align__(16) unsigned char shared[];
-  Jvp<T, kHeadDim, kOptions>(p, score, reinterpret_cast<T*>(shared)).run(order);
+  compute_tiles(Jvp<T, kHeadDim, kOptions>(p, score, reinterpret_cast<T*>(shared)), order);
 }
 
 template <class T, int kHeadDim, Options kOptions>

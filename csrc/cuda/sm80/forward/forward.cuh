@@ -10,9 +10,9 @@
 #include "cuda/score/scores.cuh"
 #include "cuda/sm80/forward/forward_large.cuh"
 #include "cuda/sm80/shared/dropout_policy.cuh"
+#include "cuda/sm80/shared/query_tile.cuh"
 #include "cuda/sm80/shared/tiles.h"
 #include "cuda/sm80/shared/visibility_policy.cuh"
-#include "cuda/stages/tile_order.cuh"
 #include "cuda/tile/operand_tile.cuh"
 #include "cuda/tile/products.cuh"
 #include "cuda/tile/store_row.cuh"
@@ -102,31 +102,25 @@ struct Forward {
   using Weights = typename Core::A[kRowTiles][kSteps];
 
   // Register pressure is high. The scalars that a step needs besides its tiles are kept in slots of shared memory
-  // (slot), or in registers where that was found to spill less.
-  struct Head {
-    int b, h, length_q, length_k;
-  };
-  struct KeyPointers {
-    const T *k, *v;  // rows of the head's first key; in registers, of the keys that are loaded next
-  };
+  // (TileSlots), or in registers where that was found to spill less.
   static constexpr bool kSharesPointers = kHeadDim > 64 || sizeof(T) == 4 || Visibility::kHasMask;
   static constexpr bool kSharesLengths =
       sizeof(T) == 2 && (kHeadDim == 96 || kHeadDim == 144 || (kHeadDim == 128 && Dropping::kDrops));
 
   static_assert(!Visibility::kHasMask || (kThreads >= kKeys && kStages == 1));
 
-  static constexpr int kSlots = 4 + Visibility::template kSlots<kKeys>;
-  static_assert(RowTile::kSwizzled || (kColumns == kHeadDim && kSlots <= kQueries + 2 * kKeys));
-  static constexpr int kSharedBytes =
-      kTileElements * static_cast<int>(sizeof(T)) + (RowTile::kSwizzled ? kSlots * kVectorBytes : 0);
+  using Slots = TileSlots<RowTile, kTileElements, 4 + Visibility::template kSlots<kKeys>>;
+  static_assert(RowTile::kSwizzled || kColumns == kHeadDim);
+  static constexpr int kSharedBytes = Slots::kSharedBytes;
   static_assert(kSharedBytes <= (kShared < kLargeShared ? kShared : least_shared(sizeof(T), kHeadDim)));
   static constexpr int kResident = forward_blocks(kTile, kSharedBytes);
 
   const AttnParams& p;
+  Slots slots;
   T *q_tile, *k_tile, *v_tile;
   const Score& score;
   int own_length_q, own_length_k;
-  KeyPointers own_pointers;
+  KeyPointers<T> own_pointers;      // of the keys that are loaded next
   typename RowTile::Places places;  // for queries and keys, and for values where these have as many columns
   int row0;                         // first query of the tile
   float out[kRowTiles][kOutTiles][4];
@@ -135,6 +129,7 @@ struct Forward {
 
   __device__ Forward(const AttnParams& params, const Score& score, T* shared)
       : p(params),
+        slots{shared},
         q_tile(shared),
         k_tile(q_tile + kQueries * RowTile::kStride),
         v_tile(k_tile + kStages * kKeyTileElements),
@@ -142,35 +137,12 @@ struct Forward {
 
   // The first of the 16 rows of this warp's row tile i, within the query tile.
   static __device__ int tile_row(int i) { return (threadIdx.x / 32 * kRowTiles + i) * 16; }
-
-  // Slot i, 16 bytes of shared memory: the padding of row i of the tiles or, where rows have none, behind the tiles.
-  template <class X>
-  __device__ X* slot(int i) const {
-    static_assert(sizeof(X) <= kVectorBytes);
-    const int at = RowTile::kSwizzled ? kTileElements + i * RowTile::kVector : i * RowTile::kStride + kHeadDim;
-    return reinterpret_cast<X*>(q_tile + at);
-  }
-  __device__ Head* head() const { return slot<Head>(0); }
-  __device__ Dropout* dropout() const { return slot<Dropout>(1); }
-  __device__ KeyPointers* pointers() const { return slot<KeyPointers>(2); }
-  __device__ float* tolerance() const { return slot<float>(3); }
-  __device__ int length_q() const { return kSharesLengths ? head()->length_q : own_length_q; }
-  __device__ int length_k() const { return kSharesLengths ? head()->length_k : own_length_k; }
+  __device__ float* tolerance() const { return slots.template at<float>(3); }
+  __device__ int length_q() const { return kSharesLengths ? slots.head()->length_q : own_length_q; }
+  __device__ int length_k() const { return kSharesLengths ? slots.head()->length_k : own_length_k; }
   __device__ auto mask() const { return typename Visibility::Mask(p, length_q(), length_k()); }
-
-  __device__ __forceinline__ void run(const TileOrder& order) {
-    const int heads = static_cast<int>(p.heads_q);
-    const auto [head, block] = order.index(blockIdx.x, heads * static_cast<int>(p.batch));
-    start_head(head / heads, head % heads);
-    // The longest tiles of a causal head start first. A sequence may be longer than the grid was sized for.
-    const int step = order.blocks * kQueries;
-    for (row0 = (order.blocks - 1 - block) * kQueries; row0 < length_q(); row0 = ptx::opaque(row0) + step) {
-      start_tile();
-      walk_keys();
-      finish_tile();
-      __syncthreads();
-    }
-  }
+  // The rows of the query tile that exist.
+  __device__ Limits tile_rows() const { return {row0, min(row0 + kQueries, length_q())}; }
 
   __device__ void start_head(int b, int h) {
     const Sequence queries = query_sequence(p, b), keys = key_sequence(p, b);
@@ -178,9 +150,9 @@ struct Forward {
     own_length_q = static_cast<int>(queries.length);
     own_length_k = static_cast<int>(keys.length);
     if (threadIdx.x == 0) {
-      *head() = {b, h, own_length_q, own_length_k};
-      *pointers() = {row_pointer<const T>(p.k, b, hk, keys.start), row_pointer<const T>(p.v, b, hk, keys.start)};
-      Dropping::start_head(p, b, dropout());
+      *slots.head() = {b, h, own_length_q, own_length_k};
+      *slots.pointers() = {row_pointer<const T>(p.k, b, hk, keys.start), row_pointer<const T>(p.v, b, hk, keys.start)};
+      Dropping::start_head(p, b, slots.dropout());
       Visibility::start_head(*this, b, h, static_cast<int>(hk), static_cast<int>(keys.start));
       // The sink is the first maximum. If logits could exceed it by the tolerance, weights near 1 would not be exact,
       // and dS would lose digits.
@@ -190,21 +162,21 @@ struct Forward {
   }
 
   __device__ void start_tile() {
-    const float sink = head_sink(p, head()->h);
+    const float sink = head_sink(p, slots.head()->h);
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
       set_zero(out[i]);
       softmax[i].start(sink);
     }
-    scoring.start_tile(p, head()->b, head()->h);
+    scoring.start_tile(p, slots.head()->b, slots.head()->h);
   }
 
   // Starts copying the keys or values of tile n; tiles come in descending order.
   template <class Tile>
-  __device__ void load_rows(T* tile, const T* KeyPointers::* which, int64_t row_stride, int n, int columns) {
+  __device__ void load_rows(T* tile, const T* KeyPointers<T>::* which, int64_t row_stride, int n, int columns) {
     const T* from;
     if constexpr (kSharesPointers) {
-      from = pointers()->*which + n * kKeys * row_stride;
+      from = slots.pointers()->*which + n * kKeys * row_stride;
     } else {
       from = own_pointers.*which;
       own_pointers.*which -= kKeys * row_stride;
@@ -213,31 +185,26 @@ struct Forward {
     ptx::cp_async_commit();
   }
   __device__ void load_keys(T* tile, int n, int columns) {
-    load_rows<RowTile>(tile, &KeyPointers::k, p.k.row_stride, n, columns);
+    load_rows<RowTile>(tile, &KeyPointers<T>::k, p.k.row_stride, n, columns);
   }
 
   __device__ void load_values(T* tile, int n, int columns) {
     Visibility::load_pairs(*this, n);
-    load_rows<ValueTile>(tile, &KeyPointers::v, p.v.row_stride, n, columns);
+    load_rows<ValueTile>(tile, &KeyPointers<T>::v, p.v.row_stride, n, columns);
   }
 
-  // The rows of the query tile that exist.
-  __device__ Limits tile_rows() const { return {row0, min(row0 + kQueries, length_q())}; }
-
   __device__ void walk_keys() {
-    const int b = head()->b, h = head()->h, row_end = min(row0 + kQueries, length_q());
+    const int b = slots.head()->b, h = slots.head()->h, row_end = tile_rows().end;
     const Limits visible = mask().keys_of(row0, row_end), full = mask().keys_of_all(row0, row_end);
-    const int first = visible.begin / kKeys, last = (visible.end - 1) / kKeys;
-    const int first_full = (full.begin + kKeys - 1) / kKeys, end_full = full.end / kKeys;  // tiles that need no mask
     if (visible.end == visible.begin) return;
-    typename Visibility::Walk walk(*this, last, first, first_full, end_full);
+    typename Visibility::Walk walk(*this, visible, full);
     int n = walk.tile(*this);
     if (walk.is_empty(n)) return;
     const int columns = static_cast<int>(p.head_dim), columns_v = static_cast<int>(p.head_dim_v);
     const T* q = row_pointer<const T>(p.q, b, h, query_sequence(p, b).start + row0);
     load_tile<RowTile, kQueries, kThreads>(q_tile, q, p.q.row_stride, row_end - row0, columns);
     if constexpr (!kSharesPointers) {
-      const int64_t hk = h / p.group_size(), key = key_sequence(p, b).start + last * kKeys;
+      const int64_t hk = h / p.group_size(), key = key_sequence(p, b).start + n * kKeys;
       own_pointers = {row_pointer<const T>(p.k, b, hk, key), row_pointer<const T>(p.v, b, hk, key)};
     }
     load_keys(k_tile, n, columns);
@@ -278,7 +245,7 @@ struct Forward {
 
   // The TileCoordinates of this warp's scores against key tile n.
   __device__ auto tile_coordinates(int n) const {
-    return TileCoordinates{head()->b, head()->h, mask(), ptx::opaque(row0) + tile_row(0), n * kKeys};
+    return TileCoordinates{slots.head()->b, slots.head()->h, mask(), ptx::opaque(row0) + tile_row(0), n * kKeys};
   }
   // The row of this lane's first score; recomputed as well.
   __device__ int score_row() const { return ptx::opaque(row0) + tile_row(0) + quad(); }
@@ -312,7 +279,7 @@ struct Forward {
     }
   }
   __device__ void drop(Weights& weights, int i, int n) const {
-    Dropping::template drop<Core>(p, dropout(), head()->h, weights[i], row0 + tile_row(i), n * kKeys);
+    Dropping::template drop<Core>(p, slots.dropout(), slots.head()->h, weights[i], row0 + tile_row(i), n * kKeys);
   }
 
   // out += P V
@@ -329,7 +296,7 @@ struct Forward {
   }
 
   __device__ void finish_tile() {
-    const int b = head()->b, h = head()->h, rows = length_q() - row0;
+    const int b = slots.head()->b, h = slots.head()->h, rows = length_q() - row0;
     const int64_t start = query_sequence(p, b).start + row0;
     const float scale = Dropping::keep_scale(p) * scoring.value_scale(p, b, h);
 #pragma unroll
@@ -369,7 +336,7 @@ __global__ void __launch_bounds__(Forward<T, kHeadDim, kOptions, kShared>::kThre
                    const __grid_constant__ typename Forward<T, kHeadDim, kOptions, kShared>::Score score) {
   if constexpr (kRunsHere<kShared>) {
     extern __shared__ __align__(16) unsigned char shared[];
-    Forward<T, kHeadDim, kOptions, kShared>(p, score, reinterpret_cast<T*>(shared)).run(order);
+    compute_tiles(Forward<T, kHeadDim, kOptions, kShared>(p, score, reinterpret_cast<T*>(shared)), order);
   } else {
     __trap();
   }

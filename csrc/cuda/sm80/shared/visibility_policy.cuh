@@ -2,7 +2,7 @@
 // which of their scores are masked. All members but those of Walk are static; every thread of a block calls them.
 // Kernel: Forward or Jvp.
 //   Mask                     causal and window
-//   kSlots<kKeys>            of 16 bytes of shared memory (Forward::slot), from slot 4 on
+//   kSlots<kKeys>            of 16 bytes of shared memory (TileSlots), from slot 4 on
 //   Walk                     a position among the key tiles, the last one first
 //     tile(kernel)           the tile; below end() after the last one
 //     is_empty(tile)         of the first: whether there is none, although causal and window leave some keys
@@ -39,8 +39,10 @@ struct ArithmeticVisibility {
     int n, first;
     int first_full, end_full;  // tiles that need no mask
 
-    __device__ Walk(const Kernel&, int last, int first, int first_full, int end_full)
-        : n(last), first(first), first_full(first_full), end_full(end_full) {}
+    __device__ Walk(const Kernel&, const Limits& visible, const Limits& full) {
+      n = (visible.end - 1) / Kernel::kKeys, first = visible.begin / Kernel::kKeys;
+      first_full = (full.begin + Kernel::kKeys - 1) / Kernel::kKeys, end_full = full.end / Kernel::kKeys;
+    }
     static __device__ bool is_empty(int) { return false; }
     __device__ int end() const { return first; }
     __device__ int tile(const Kernel&) const { return n; }
@@ -103,8 +105,8 @@ struct MaskVisibility {
   struct Walk {
     int i = 0;  // index of the tile on the list
 
-    __device__ __forceinline__ Walk(const Kernel& kernel, int last, int first, int, int) {
-      list_tiles(kernel, last, first);
+    __device__ __forceinline__ Walk(const Kernel& kernel, const Limits& visible, const Limits&) {
+      list_tiles(kernel, (visible.end - 1) / Kernel::kKeys, visible.begin / Kernel::kKeys);
     }
     static __device__ __forceinline__ bool is_empty(int tile) { return tile < 0; }
     static __device__ __forceinline__ int end() { return 0; }
@@ -188,13 +190,13 @@ struct MaskVisibility {
   }
 
  private:
-  static __device__ __forceinline__ OfMask* of_mask(const Kernel& kernel) { return kernel.template slot<OfMask>(4); }
-  static __device__ __forceinline__ KeyList* list(const Kernel& kernel) { return kernel.template slot<KeyList>(5); }
+  static __device__ __forceinline__ auto* of_mask(const Kernel& kernel) { return kernel.slots.template at<OfMask>(4); }
+  static __device__ __forceinline__ auto* list(const Kernel& kernel) { return kernel.slots.template at<KeyList>(5); }
   static __device__ __forceinline__ ListedTile* listed(const Kernel& kernel, int i) {
-    return kernel.template slot<ListedTile>(6 + i);
+    return kernel.slots.template at<ListedTile>(6 + i);
   }
   static __device__ __forceinline__ ListedKey* listed_key(const Kernel& kernel, int i) {  // keys of the tile of values
-    return kernel.template slot<ListedKey>(6 + kListed + i);
+    return kernel.slots.template at<ListedKey>(6 + kListed + i);
   }
 
   // With a BlockMask: the rows of the query tile that see a key, as 128 bits, in place of the ListedKey.
@@ -227,7 +229,7 @@ struct MaskVisibility {
   static __device__ __forceinline__ void list_tiles(const Kernel& kernel, int next, int first) {
     constexpr int kKeys = Kernel::kKeys;
     if (threadIdx.x < 32) {
-      const int b = kernel.head()->b, h = kernel.head()->h;
+      const int b = kernel.slots.head()->b, h = kernel.slots.head()->h;
       const int key_start = static_cast<int>(key_sequence(kernel.p, b).start);
       const Limits rows = kernel.tile_rows(), full = kernel.mask().keys_of_all(rows.begin, rows.end);
       const auto add = [&](int i, int n, const Limits& seen_by_all) {
