@@ -60,7 +60,6 @@ struct Jvp {
   using Scores = float[kRowTiles][kScoreTiles][4];
   using Weights = typename Core::A[kRowTiles][kSteps];
   static_assert(!Visibility::kHasMask || kThreads >= kKeys);
-
   using Slots = TileSlots<RowTile, kTileElements, 4 + Visibility::template kSlots<kKeys>>;
   static constexpr int kSharedBytes = Slots::kSharedBytes;
   static_assert(kSharedBytes <= derivative_shared(sizeof(T), kHeadDim));
@@ -180,8 +179,10 @@ struct Jvp {
   __device__ void pass_over_keys() {
     const int row_end = tile_rows().end;
     const Limits visible = mask().keys_of(row0, row_end), full = mask().keys_of_all(row0, row_end);
+    const int first = visible.begin / kKeys, last = (visible.end - 1) / kKeys;
+    const int first_full = (full.begin + kKeys - 1) / kKeys, end_full = full.end / kKeys;  // tiles that need no mask
     if (visible.end == visible.begin) return;
-    typename Visibility::Walk walk(*this, visible, full);
+    typename Visibility::Walk walk(*this, last, first, first_full, end_full);
     int n = walk.tile(*this);
     if (walk.is_empty(n)) return;
     const int b = slots.head()->b;

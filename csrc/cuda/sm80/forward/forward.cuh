@@ -108,7 +108,6 @@ struct Forward {
       sizeof(T) == 2 && (kHeadDim == 96 || kHeadDim == 144 || (kHeadDim == 128 && Dropping::kDrops));
 
   static_assert(!Visibility::kHasMask || (kThreads >= kKeys && kStages == 1));
-
   using Slots = TileSlots<RowTile, kTileElements, 4 + Visibility::template kSlots<kKeys>>;
   static_assert(RowTile::kSwizzled || kColumns == kHeadDim);
   static constexpr int kSharedBytes = Slots::kSharedBytes;
@@ -196,15 +195,17 @@ struct Forward {
   __device__ void walk_keys() {
     const int b = slots.head()->b, h = slots.head()->h, row_end = tile_rows().end;
     const Limits visible = mask().keys_of(row0, row_end), full = mask().keys_of_all(row0, row_end);
+    const int first = visible.begin / kKeys, last = (visible.end - 1) / kKeys;
+    const int first_full = (full.begin + kKeys - 1) / kKeys, end_full = full.end / kKeys;  // tiles that need no mask
     if (visible.end == visible.begin) return;
-    typename Visibility::Walk walk(*this, visible, full);
+    typename Visibility::Walk walk(*this, last, first, first_full, end_full);
     int n = walk.tile(*this);
     if (walk.is_empty(n)) return;
     const int columns = static_cast<int>(p.head_dim), columns_v = static_cast<int>(p.head_dim_v);
     const T* q = row_pointer<const T>(p.q, b, h, query_sequence(p, b).start + row0);
     load_tile<RowTile, kQueries, kThreads>(q_tile, q, p.q.row_stride, row_end - row0, columns);
     if constexpr (!kSharesPointers) {
-      const int64_t hk = h / p.group_size(), key = key_sequence(p, b).start + n * kKeys;
+      const int64_t hk = h / p.group_size(), key = key_sequence(p, b).start + last * kKeys;
       own_pointers = {row_pointer<const T>(p.k, b, hk, key), row_pointer<const T>(p.v, b, hk, key)};
     }
     load_keys(k_tile, n, columns);

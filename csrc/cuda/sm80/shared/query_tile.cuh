@@ -41,7 +41,7 @@ struct TileSlots {
 
 // Computes the tiles of this thread block. QueryTile: the kernel, whose row0 is the first query of its tile.
 template <class QueryTile>
-__device__ __forceinline__ void compute_tiles(QueryTile tile, const TileOrder& order) {
+__device__ __forceinline__ void compute_tiles(QueryTile&& tile, const TileOrder& order) {
   const int heads = static_cast<int>(tile.p.heads_q);
   const auto [head, block] = order.index(blockIdx.x, heads * static_cast<int>(tile.p.batch));
   tile.start_head(head / heads, head % heads);

@@ -39,10 +39,8 @@ struct ArithmeticVisibility {
     int n, first;
     int first_full, end_full;  // tiles that need no mask
 
-    __device__ Walk(const Kernel&, const Limits& visible, const Limits& full) {
-      n = (visible.end - 1) / Kernel::kKeys, first = visible.begin / Kernel::kKeys;
-      first_full = (full.begin + Kernel::kKeys - 1) / Kernel::kKeys, end_full = full.end / Kernel::kKeys;
-    }
+    __device__ Walk(const Kernel&, int last, int first, int first_full, int end_full)
+        : n(last), first(first), first_full(first_full), end_full(end_full) {}
     static __device__ bool is_empty(int) { return false; }
     __device__ int end() const { return first; }
     __device__ int tile(const Kernel&) const { return n; }
@@ -105,8 +103,8 @@ struct MaskVisibility {
   struct Walk {
     int i = 0;  // index of the tile on the list
 
-    __device__ __forceinline__ Walk(const Kernel& kernel, const Limits& visible, const Limits&) {
-      list_tiles(kernel, (visible.end - 1) / Kernel::kKeys, visible.begin / Kernel::kKeys);
+    __device__ __forceinline__ Walk(const Kernel& kernel, int last, int first, int, int) {
+      list_tiles(kernel, last, first);
     }
     static __device__ __forceinline__ bool is_empty(int tile) { return tile < 0; }
     static __device__ __forceinline__ int end() { return 0; }
