@@ -135,15 +135,19 @@ class Row(NamedTuple):
             arguments.append(str(self.head_dim_v))
         return [function.format(", ".join(arguments)) for function in stages()[self.array].functions]
 
+    def mangled_class(self, dtype: str) -> str:
+        """The type and the head dim in the mangled name of a kernel."""
+        mangled_type = {"fp16": "6__half", "bf16": "13__nv_bfloat16", "fp32": "f", "fp8": "NS_6Float8E"}[dtype]
+        return f"I{mangled_type}Li{self.head_dim}E"
+
     def mangled(self, dtype: str) -> re.Pattern[str]:
         """Finds the template arguments of this row in the mangled name of a kernel."""
-        mangled_type = {"fp16": "6__half", "bf16": "13__nv_bfloat16", "fp32": "f", "fp8": "NS_6Float8E"}[dtype]
         if self.architecture == "decode":
             last = f"Li{self.tile_rows if self.stage == 'split' else self.tiles[0][0]}E"
         else:
             last = f".*OptionsE{option_bits()[self.options]}E"
         values = rf"Li{self.head_dim_v}E" if self.architecture == "sm90" else ""
-        return re.compile(rf"I{mangled_type}Li{self.head_dim}E{last}{values}")
+        return re.compile(rf"{self.mangled_class(dtype)}{last}{values}")
 
 
 def option_bits() -> dict[str, int]:

@@ -300,18 +300,18 @@ def is_read(source: Path) -> bool:
 def read_sources() -> frozenset[str]:
     """The source of the largest head_dim, which has most values in registers, among those with the same templates. Templates depend on the
     header, options, type, whether head_dim is above 256, and how the tile divides the work: its first number, of warpgroups or keys, and
-    its words (kApart). Rows without has_limit stand for no row with it. Their sources are read
-    only for the warnings of kernels for Hopper; those of fp16, which has the registers of bf16, are not read.
+    its words (kApart). A row for which has_limit is false does not stand for one for which it is true; it is read for the warnings of
+    kernels for Hopper alone. Sources of fp16, which has the registers of bf16, are not read.
     """
     groups: dict[tuple[object, ...], tuple[int, str]] = {}
     for name, rows in rows_of_sources(sm90=True).items():
         row, dtype = rows[0]
-        spills_little = any(has_limit(one, dtype) for one, dtype in rows)
-        if dtype != "fp16" and (row.architecture == "sm90" or spills_little):
+        is_limited = any(has_limit(one, dtype) for one, dtype in rows)
+        if dtype != "fp16" and (row.architecture == "sm90" or is_limited):
             first, *others = row.tiles[0]
             words = tuple(other for other in others if not str(other).isdigit())
             options = SUFFIXES.get(row.options, "")
-            key = (row.header, options, dtype, row.head_dim > 256, first, words, spills_little)
+            key = (row.header, options, dtype, row.head_dim > 256, first, words, is_limited)
             groups[key] = max(groups.get(key, (0, "")), (row.head_dim, name))
     return frozenset(name for _, name in groups.values())
 
@@ -352,16 +352,20 @@ SPILLS_OF_PACKED = {r"\d+heads_(?:for|back)ward_kernelI.*Lb1E": 32}
 def spilling(log: str, rows: Iterable[tuple[Row, str]]) -> list[str]:
     """The kernels of a source, by its `ptxas -v` log, that spill more than their rows allow.
 
-    Kernels that have no row of their own, such as the one that rounds dq, may spill as much as any row of the source.
+    Kernels whose names do not say which row they have, such as the one that rounds dq, may spill as much as any row of their type and
+    head dim in the source.
     """
+    rows = [*rows]
     limits = [(re.compile(name), limit) for name, limit in SPILLS_OF_PACKED.items()]
     limits += [(row.mangled(dtype), row.spill) for row, dtype in rows]
-    most = max((limit for _, limit in limits[len(SPILLS_OF_PACKED) :]), default=0)
     limits += [(re.compile(name), limit) for name, limit in SPILLS_WITHOUT_ROW.items()]
+    limits += sorted(
+        ((re.compile(row.mangled_class(dtype)), row.spill) for row, dtype in rows), key=lambda x: x[1], reverse=True
+    )
     problems = []
     for kernel, text in re.findall(r"Compiling entry function '(\w+)'(.*?)(?=Compiling entry function|\Z)", log, re.S):
         spills = max((int(found) for found in re.findall(r"(\d+) bytes spill stores", text)), default=0)
-        limit = next((limit for name, limit in limits if name.search(kernel)), most)
+        limit = next((limit for name, limit in limits if name.search(kernel)), 0)
         if spills > limit:
             problems.append(f"spills {spills} bytes, {limit} allowed: {kernel}")
     return problems

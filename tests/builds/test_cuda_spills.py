@@ -29,7 +29,9 @@ def spill_log(kernel: str, spills: int) -> str:
     [
         ("_ZN13flashattn_ext4sm9014forward_kernelI13__nv_bfloat16Li128ELNS_7OptionsE0ELi128EEEvNS_10AttnParamsE", 0),
         ("_ZN13flashattn_ext4sm9014forward_kernelI13__nv_bfloat16Li128ELNS_7OptionsE1ELi128EEEvNS_10AttnParamsE", 8),
-        ("_ZN13flashattn_ext12other_kernelEv", 8),
+        ("_ZN13flashattn_ext12other_kernelI13__nv_bfloat16Li128EEEvv", 8),
+        ("_ZN13flashattn_ext12other_kernelI13__nv_bfloat16Li96EEEvv", 0),
+        ("_ZN13flashattn_ext12other_kernelEv", 0),
         ("_ZN13flashattn_ext18bias_finish_kernelENS_14AttnGradParamsENS_16GeneralWorkspaceEi", 12),
     ],
 )

@@ -6,18 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Case
+from helpers import Case, cuda_backends
 from test_large_logits import biased, check, check_derivatives, check_lse, check_uniform, magnified
 
 import flashattn_ext
 from flashattn_ext import attention_reference, quantize_fp8
 
-HOPPER = torch.cuda.get_device_capability() == (9, 0)
-BACKENDS = [
-    name
-    for name in flashattn_ext.build_info()["backends"]
-    if name.startswith("cuda-") and (HOPPER or name != "cuda-sm90")
-]
+BACKENDS = cuda_backends()
 HALF = (torch.float16, torch.bfloat16)
 DTYPES = (*HALF, torch.float32)
 CLASSES = (64, 80, 96, 128, 144, 160, 192, 256, 384, 512)

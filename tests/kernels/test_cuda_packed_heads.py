@@ -7,18 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Case, assert_same_bits, check, make_inputs, run
+from helpers import Case, assert_same_bits, check, cuda_backends, make_inputs, run
 from test_whole_heads import PACKED_OPTIONS
 from torch.profiler import ProfilerActivity, profile
 
 import flashattn_ext
 
-HOPPER = torch.cuda.get_device_capability() == (9, 0)
-BACKENDS = [
-    name
-    for name in flashattn_ext.build_info()["backends"]
-    if name.startswith("cuda-") and (HOPPER or name != "cuda-sm90")
-]
+BACKENDS = cuda_backends()
 HALF = (torch.float16, torch.bfloat16)
 ALL = {"plain": {}, **PACKED_OPTIONS}
 # Sequences of several chunks of keys and tiles of queries with the hints below, and of none.

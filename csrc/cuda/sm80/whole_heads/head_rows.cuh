@@ -42,7 +42,7 @@ struct KeyChunk {
   __device__ __forceinline__ int keys(int length_k, int most) const {
     return is_whole ? length_k : min(length_k - first, most);
   }
-  // Those of some keys that the chunk has.
+  // The part of an interval of keys that lies in the chunk. most: keys of the plan.
   __device__ __forceinline__ Limits of(const Limits& keys, int most) const {
     if (is_whole) return keys;
     return {max(keys.begin, first), min(keys.end, first + most)};

@@ -92,7 +92,7 @@ struct HeadsForwardPlan : UnitPlan {
     }
     warps = std::min(warps, tile.warps);
     const int parts = static_cast<int>(tile_count(all, warps * rounds));
-    // Of steps of at least 32 too. A packed sequence may have more keys than the call says.
+    // The tile has whole steps of 32 keys too. A packed sequence may have keys where max_seqlen_k is 0.
     const int keys = whole_steps(whole_steps(static_cast<int>(std::max<int64_t>(p.seqlen_k, 1))) / 2) * 2;
     const HeadBiasPlan bias = holds_bias(kernel) ? HeadBiasPlan::of(p, keys) : HeadBiasPlan();
     return {{parts, (all + parts - 1) / parts, units, group, keys}, warps, bias, takes_mask(kernel) ? kMarkBytes : 0};

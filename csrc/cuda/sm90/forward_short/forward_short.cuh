@@ -26,6 +26,7 @@ template <class T, int kHeadDim, Options kOptions>
 struct ShortForward {
   static constexpr ShortForwardTile kTile = tile_of<kernel_table::kSm90ShortForward, T, kHeadDim, kOptions>();
   static constexpr int kKeys = kTile.keys, kLeastKeys = ShortForwardPlan::kLeastKeys;
+  static_assert(kKeys == 2 * kLeastKeys);  // the keys at the end of a sequence are one step
   static constexpr int kThreads = 128, kPanels = panels(kHeadDim), kOutTiles = kHeadDim / 8;
   using Scoring = PlainScores;
   using Rule = Scoring::Rule;
@@ -123,14 +124,7 @@ struct ShortForward {
     if (is_empty) release_queries(number);
 #pragma unroll 1
     for (int key = is_empty ? -1 : (end - 1) / kKeys * kKeys; key >= begin; key -= kKeys) {
-      const int end_of_step = min(key + kKeys, end), last_end = key == begin ? end_of_step : 0;
-      if (end_of_step == key + kKeys) {
-        step<kKeys>(number, key, last_end);
-      } else {
-        int part = key;
-        take_step<64>(number, part, end, last_end);
-        take_step<32>(number, part, end, last_end);
-      }
+      key + kKeys <= end ? step<kKeys>(number, key, key == begin) : step<kLeastKeys>(number, key, key == begin);
     }
     ptx::wgmma_wait<0>();
     ptx::hold(out);
@@ -141,26 +135,17 @@ struct ShortForward {
     __syncthreads();
     load_queries(number + 1);
   }
-  // A step with fewer keys than the others, if as many are left.
-  template <int kCount>
-  __device__ __forceinline__ void take_step(int number, int& key, int end, int last_end) {
-    if constexpr (kCount < kKeys) {
-      if (key + kCount > end) return;
-      step<kCount>(number, key, last_end);
-      key += kCount;
-    }
-  }
 
-  // The product with values is in flight when it returns: the next scores come behind it. last_end: where the last
-  // product with the queries ends, if it is one of these keys.
+  // The product with values is in flight when it returns: the next scores come behind it. is_last: whether the unit has
+  // no further step.
   template <int kCount>
-  __device__ __forceinline__ void step(int number, int key, int last_end) {
+  __device__ __forceinline__ void step(int number, int key, bool is_last) {
     float x[1][kCount / 8][4];
     multiply_keys(x[0], key);
     ptx::wgmma_wait<0>();
     ptx::hold(x[0]);
     ptx::hold(out);
-    if (key + kCount == last_end) release_queries(number);
+    if (is_last) release_queries(number);
     const auto& rule = scoring.make_logits(p, score, x, Nothing(), Nothing());
     const int row = now.row + warp * 16;
     const Limits full = mask().keys_of_all(row, min(row + 16, length_q()));

@@ -15,6 +15,8 @@ __global__ void zero_taken_kernel(int* taken) {
 
 }  // namespace
 
-void zero_taken(const AttnParams& p, int* taken) { launch_early(zero_taken_kernel, "zeroes", p, dim3(1), 1, 0, taken); }
+void zero_taken(const AttnParams& p, int* taken) {
+  launch_early(zero_taken_kernel, "counter of tiles", p, dim3(1), 1, 0, taken);
+}
 
 }  // namespace flashattn_ext::sm90
