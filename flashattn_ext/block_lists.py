@@ -84,8 +84,10 @@ def grid_of(lists: Tensor, Sq: int, Sk: int) -> Tensor:
 def packed(visible: Tensor) -> Tensor:
     """bool [B, H, rows, keys], whole blocks -> int32 [B, H, R, C, 128, 4]."""
     # The product moves byte k of eight bytes of 0 or 1, at bit 8 k, to bit 56 + k; no two of its other terms meet.
+    # The inductor of torch 2.11 cannot take the bytes of bools for another type.
+    flags = visible.to(torch.uint8) if torch.compiler.is_compiling() else visible
     B, H, rows, keys = visible.shape
-    eights = visible.reshape(B, H, rows, keys // 8, 8).contiguous().view(torch.int64)
+    eights = flags.reshape(B, H, rows, keys // 8, 8).contiguous().view(torch.int64)
     octets = (eights * 0x0102040810204080 >> 56).to(torch.uint8)
     blocks = octets.view(B, H, rows // BLOCK, BLOCK, keys // BLOCK, BLOCK // 8)
     return blocks.transpose(3, 4).contiguous().view(torch.int32)

@@ -522,6 +522,12 @@ def cuda_backends() -> list[str]:
     return names if is_hopper else [name for name in names if name != "cuda-sm90"]
 
 
+def runs_hoppers_kernels() -> bool:
+    """Whether CUDA calls run on cuda-sm90, unless use_backend() or FLASHATTN_EXT_CUDA_PATH say otherwise."""
+    chosen = flashattn_ext._C.forced_backend() or f"cuda-{os.environ.get('FLASHATTN_EXT_CUDA_PATH', 'sm90')}"
+    return torch.cuda.is_available() and chosen == "cuda-sm90" and chosen in cuda_backends()
+
+
 def assert_same_bits(got: Tensor, expected: Tensor, what: str = "result") -> None:
     """Equal values everywhere, with NaN equal to NaN."""
     torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True, msg=lambda m: f"{what}: {m}")

@@ -154,12 +154,30 @@ def call_with_few_queries(dtype: torch.dtype, head_dim: int) -> int:
 
 
 def call_with_short_sequences(dtype: torch.dtype, head_dim: int) -> int:
-    """Runs the backward of many short heads, more than three for each multiprocessor; returns the number of calls."""
+    """Runs many short heads, more than three for each multiprocessor, and packed sequences that are longer than max_seqlen says, some
+    with invalid cu_seqlens; returns the number of calls.
+    """
     lengths = (64, 200)
     for S in lengths:
         q, k, v = leaves(dtype, head_dim, 256, S)
         torch.autograd.grad(flashattn_ext.forward(q, k, v, causal=S == 200).float().sum(), (q, k, v))
-    return len(lengths)
+    starts = ([0, 200, 230, 270], [-3, 40, 1000, 20])
+    hints = tuple(itertools.product(starts, (16, 40), ({}, {"softcap": 3.0, "dropout_p": 0.3, "rng_seed": 1})))
+    for start, hint, options in hints:
+        q, k, v = leaves(dtype, head_dim, 270)
+        cu = torch.tensor(start, dtype=torch.int32, device="cuda")
+        out = flashattn_ext.varlen_forward(q, k, v, cu, cu, hint, hint, causal=hint == 40, **options)
+        torch.autograd.grad(out.float().sum(), (q, k, v))
+    return len(lengths) + len(hints)
+
+
+def call_with_few_tiles(dtype: torch.dtype, head_dim: int) -> int:
+    """Runs forwards in tiles of few keys: with work for every multiprocessor, and with less; returns the number of calls."""
+    shapes = tuple(itertools.product((1, 40), (300, 700), (False, True)))
+    for batch, S, is_causal in shapes:
+        q, k, v = (t.detach() for t in leaves(dtype, head_dim, batch, S))
+        flashattn_ext.forward(q, k, v, causal=is_causal)
+    return len(shapes)
 
 
 def call_invariantly(dtype: torch.dtype, head_dim: int) -> int:
@@ -256,6 +274,7 @@ def main() -> None:
         calls += call_invariantly(dtype, head_dim)
         if head_dim <= 128:
             calls += call_with_short_sequences(dtype, head_dim)
+            calls += call_with_few_tiles(dtype, head_dim)
         if head_dim <= 256:
             calls += call_with_derivatives(dtype, head_dim)
         if dtype == torch.bfloat16:

@@ -42,6 +42,7 @@ def accept_continuous_batching(names: AbstractSet[str]) -> None:
         manager = continuous_api.ContinuousBatchingManager
         choose = manager.switch_to_cb_friendly_attn
         limit = initialization.ensure_decode_fast_path_is_available
+        kinds_of, allocators = cache.group_layers_by_attn_type, cache.ATTN_TYPE_TO_ALLOCATOR
     except (ImportError, AttributeError):
         return
 
@@ -54,10 +55,10 @@ def accept_continuous_batching(names: AbstractSet[str]) -> None:
     def ensure_decode_fast_path_is_available(config: Any, cb_config: Any, *args: Any, **options: Any) -> None:
         wanted = cb_config.max_blocks_per_request
         limit(config, cb_config, *args, **options)
-        if config._attn_implementation in names and wanted and _can_read_pages_of(cb_config.page_size):
-            kinds = cache.group_layers_by_attn_type(config)
-            if all(cache.ATTN_TYPE_TO_ALLOCATOR[kind].supports_block_table for kind in kinds):
-                cb_config.max_blocks_per_request = wanted
+        if not (config._attn_implementation in names and wanted and _can_read_pages_of(cb_config.page_size)):
+            return
+        if all(allocators[kind].supports_block_table for kind in kinds_of(config)):
+            cb_config.max_blocks_per_request = wanted
 
     manager.switch_to_cb_friendly_attn = switch_to_cb_friendly_attn  # type: ignore[method-assign]
     initialization.ensure_decode_fast_path_is_available = ensure_decode_fast_path_is_available

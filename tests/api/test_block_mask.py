@@ -107,7 +107,8 @@ def test_a_strip_is_evaluated_at_a_time(device: str, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(flashattn_ext.block_strips, "strip_of_dense", strip_of_dense)
     for most, kept, count in ((1 << 21, 1 << 24, 1), (1, 1 << 24, 30), (1 << 17, 0, 36), (250_000, 0, 12)):
-        monkeypatch.setattr(flashattn_ext.block_strips, "_MOST_PAIRS", most)
+        for name in ("_MOST_PAIRS", "_MOST_DENSE_PAIRS"):
+            monkeypatch.setattr(flashattn_ext.block_strips, name, most)
         monkeypatch.setattr(flashattn_ext.block_strips, "_MOST_KEPT", kept)
         parts.clear()
         assert torch.equal(BlockMask.from_dense(visible).dense(), visible)

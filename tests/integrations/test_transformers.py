@@ -73,6 +73,11 @@ def check(model: nn.Module, inputs: dict[str, Any], keep: Tensor | None, device:
         if name.endswith("key.bias") and dtype != torch.float32:
             # Adding one vector to all keys changes no weight: the exact gradient is 0, and both errors are rounding residues.
             floor = 2**-7 * float(expected[name.replace("key.", "value.")].norm())
+        if name.endswith("router.bias") and dtype != torch.float32:
+            # Two numbers whose sum is 0: eager's error in a column of the weight says more about rounding than the error of one number.
+            weight = name.replace("bias", "weight")
+            columns = expected[weight].shape[1]
+            allowed = max(allowed, float((eager[weight] - expected[weight]).norm()) / columns**0.5)
         assert error <= 3 * allowed + floor, f"{name}: error {error:.3e}, eager {allowed:.3e}"
 
 

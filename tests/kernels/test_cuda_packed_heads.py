@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Case, assert_same_bits, check, cuda_backends, make_inputs, run
+from helpers import Case, assert_same_bits, call, check, cotangents, cu_seqlens, cuda_backends, make_inputs, run
 from test_whole_heads import PACKED_OPTIONS
 from torch.profiler import ProfilerActivity, profile
 
@@ -18,6 +18,12 @@ HALF = (torch.float16, torch.bfloat16)
 ALL = {"plain": {}, **PACKED_OPTIONS}
 # Sequences of several chunks of keys and tiles of queries with the hints below, and of none.
 LONG_Q, LONG_K = (70, 0, 1, 300, 33, 5), (90, 5, 0, 400, 130, 33)
+# cu_seqlens for as many sequences, which leave the tensors or decrease.
+INVALID = (
+    [0, 500, -7, 300, 20, 409, 409],
+    [2**31 - 1, -(2**31), 5, 400, 30, 2, 90],
+    [70, 30, 2, 1, 0, -3, 10000],
+)
 
 
 @pytest.fixture(params=BACKENDS, autouse=True)
@@ -147,3 +153,52 @@ def test_dropout_is_that_of_a_dense_call() -> None:
         for hint in (length, 20):
             out = flashattn_ext.varlen_forward(*rows, starts, starts, hint, hint, **options)
             torch.testing.assert_close(out.view(q.shape), dense, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("option", ["plain", "slopes with gradient", "mask", "dropout"])
+@pytest.mark.parametrize("D", [32, 64])
+def test_a_graph_replays_longer_sequences(D: int, option: str) -> None:
+    """cu_seqlens may change between replays, to lengths that max_seqlen of the capture does not cover."""
+    case = packed(torch.bfloat16, D, option, hints=(20, 20))
+    inputs = make_inputs(case, "cuda")
+    expected = run(case, inputs)
+    grown = {name: starts.clone() for name, starts in inputs.cu_seqlens.items()}
+    for side, lengths in (("q", LONG_Q), ("k", LONG_K)):
+        inputs.cu_seqlens[f"cu_seqlens_{side}"].copy_(cu_seqlens([min(length, 20) for length in lengths], "cuda"))
+    dout, _ = cotangents(case, expected.out, expected.lse)
+    leaves = [inputs.leaves()[name] for name in inputs.grad_names()]
+
+    def step() -> list[torch.Tensor]:
+        out, lse = call(case, inputs)
+        return [out, lse, *torch.autograd.grad(out, leaves, dout)]
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+    for name, starts in grown.items():
+        inputs.cu_seqlens[name].copy_(starts)
+    graph.replay()
+    for got, of in zip(results, (expected.out, expected.lse, *expected.grads.values()), strict=True):
+        assert_same_bits(got, of)
+
+
+@pytest.mark.parametrize("option", [*ALL])
+@pytest.mark.parametrize("D", [32, 64])
+def test_calls_after_invalid_starts(D: int, option: str) -> None:
+    """Ranges are clamped to the tensors: such a call ends, and a valid one after it has its bits."""
+    case = packed(torch.bfloat16, D, option, hints=(16, 16))
+    inputs = make_inputs(case, "cuda")
+    expected = run(case, inputs)
+    valid = inputs.cu_seqlens
+    for starts in INVALID:
+        given = torch.tensor(starts, dtype=torch.int32, device="cuda")
+        for sides in (("q",), ("k",), ("q", "k")):
+            inputs.cu_seqlens = {name: given if name[-1] in sides else of for name, of in valid.items()}
+            run(case, inputs)
+            torch.cuda.synchronize()
+    inputs.cu_seqlens = valid
+    after = run(case, inputs)
+    assert_same_bits(after.out, expected.out)
+    for name in "qkv":
+        assert_same_bits(after.grads[name], expected.grads[name], name)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import assert_same_bits, cu_seqlens, own_seeds
+from helpers import assert_same_bits, cu_seqlens, own_seeds, runs_hoppers_kernels
 from mask_cases import KINDS, make_mask
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
@@ -28,9 +28,7 @@ VIEWS = ("plain", "transposed", "padded", "offset", "expanded", "strided_last")
 
 def has_fp8_products(device: str) -> bool:
     """Whether the forward multiplies in e4m3 there, where no kernel for few queries serves the call."""
-    if device != "cuda" or "cuda-sm90" not in flashattn_ext.build_info()["backends"]:
-        return False
-    return flashattn_ext._C.forced_backend() != "cuda-sm80" and torch.cuda.get_device_capability() == (9, 0)
+    return device == "cuda" and runs_hoppers_kernels()
 
 
 def on(device: str, value: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +18,7 @@ from helpers import (
     make_inputs,
     refusal,
     run_reference,
+    runs_hoppers_kernels,
 )
 from torch import Tensor
 
@@ -56,8 +56,7 @@ def has_one_kernel(device: str, dtype: torch.dtype) -> bool:
     """Whether a call runs the same kernel with and without max logits; most sm_80 kernels lack a register for them."""
     if not device.startswith("cuda"):
         return True
-    chosen = flashattn_ext._C.forced_backend() or f"cuda-{os.environ.get('FLASHATTN_EXT_CUDA_PATH')}"
-    return dtype.itemsize == 2 and chosen != "cuda-sm80" and torch.cuda.get_device_capability() == (9, 0)
+    return dtype.itemsize == 2 and runs_hoppers_kernels()
 
 
 @pytest.mark.every_isa
