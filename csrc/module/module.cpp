@@ -112,7 +112,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("eager_op", &eager_op, pybind11::arg("name"),
         "The overload `call` of an op as a function of plain arguments; it returns None if torch's parser is needed.");
   m.def(
-      "set_layout_warning", [](pybind11::object function) { set_layout_warning(function.release().ptr()); },
+      "set_layout_warning",
+      [](const pybind11::object& function) {
+        // Never released: the interpreter may be gone when this library's variables are destroyed.
+        warn_of_layout = [warning = pybind11::handle(function.inc_ref())](int64_t rows, int64_t keys) {
+          const pybind11::gil_scoped_acquire held;
+          warning(rows, keys);
+        };
+      },
       pybind11::arg("function"),
       "Sets the function of two sizes, rows and keys, that warns of tensors in another layout than the call "
       "says.");

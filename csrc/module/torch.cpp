@@ -10,7 +10,6 @@
 #include "call/call_params.cpp"
 #include "call/decode_call.cpp"
 #include "call/derivative_call.cpp"
-#include "call/layout_warning.cpp"
 #include "call/validate.cpp"
 #include "module/eager_op.cpp"
 #include "module/module.cpp"

@@ -254,7 +254,7 @@ void forward_call(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack
   const bool drops = may_drop_weights(op, *stack);
   c10::IValue& seed = *(stack->end() - 2);
   const c10::IValue* const arguments = &*(stack->end() - static_cast<std::ptrdiff_t>(op.schema().arguments().size()));
-  if (looks_like_heads_first(arguments)) warn_of_layout(q.size(1), arguments[1].toTensor().size(1));
+  if (warn_of_layout && looks_like_heads_first(arguments)) warn_of_layout(q.size(1), arguments[1].toTensor().size(1));
   // A call that does not run must not advance the generator.
   if (drops && seed.isNone()) check_runs(Arguments(op, stack).call(), stack->back().toBool());
   const at::Tensor rng_state = drops ? new_rng_state(q, seed.toOptional<c10::SymInt>()) : at::Tensor();
