@@ -2,7 +2,6 @@
 // library takes most of the time of each of these sources.
 #include "cpu/caches.cpp"
 #include "cpu/dispatch.cpp"
-#include "cpu/dropout_mask.cpp"
 #include "cpu/isa.cpp"
 #include "cpu/peak.cpp"
 #include "cpu/tile_size.cpp"

@@ -1,9 +1,9 @@
 // The Backend table of the CPU: every entry calls the kernels of the instruction set in use.
 #include "backend/backend.h"
 #include "backend/cached_call.h"
-#include "cpu/dropout_mask.h"
 #include "cpu/few_queries.h"
 #include "cpu/kernels.h"
+#include "rules/dropout.h"
 
 namespace flashattn_ext {
 namespace {
@@ -48,6 +48,22 @@ size_t backward_workspace_bytes(const AttnGradParams& p) {
 void forward(const AttnParams& p) { runs_few_queries(p) ? decode(cached_call(p)) : cpu_kernels(p.dtype).forward(p); }
 void backward(const AttnGradParams& p) { cpu_kernels(p.dtype).backward(p); }
 
+void dropout_mask(const AttnParams& p, bool* mask) {
+  const CpuExecutor& executor = *static_cast<const CpuExecutor*>(p.stream);
+  const PhiloxKey key = philox_key(p);
+  auto fill = [&](int worker) {
+    for (int64_t row = worker; row < p.batch * p.heads_q * p.seqlen_q; row += executor.num_threads) {
+      const int64_t b = row / (p.heads_q * p.seqlen_q), h = row / p.seqlen_q % p.heads_q, i = row % p.seqlen_q;
+      for (int64_t j = 0; j < p.seqlen_k; ++j) {
+        mask[row * p.seqlen_k + j] = dropout_keep(key, p.dropout_threshold, b + p.origin.batch, h + p.origin.head,
+                                                  i + p.origin.row, j + p.origin.key);
+      }
+    }
+  };
+  const auto run = [](void* context, int worker) { (*static_cast<decltype(fill)*>(context))(worker); };
+  executor.run(executor.num_threads, run, &fill);
+}
+
 size_t jvp_workspace_bytes(const JvpParams& p) {
   return static_cast<size_t>(workers_of(p) * cpu_kernels(p.dtype).derivatives->jvp_scratch_bytes(p));
 }
@@ -62,8 +78,8 @@ void second(const SecondParams& p) { cpu_kernels(p.dtype).derivatives->second(p)
 
 const Backend& cpu_backend() {
   static const Backend backend = [] {
-    Backend cpu{"cpu",   "cpu",    supports,        forward_workspace_bytes, backward_workspace_bytes,
-                forward, backward, cpu_dropout_mask};
+    Backend cpu{"cpu",   "cpu",    supports,    forward_workspace_bytes, backward_workspace_bytes,
+                forward, backward, dropout_mask};
     cpu.supports_decode = supports_decode;
     cpu.decode_workspace_bytes = decode_workspace_bytes;
     cpu.decode = decode;

@@ -30,7 +30,7 @@ CASES = {
 }
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 # In place of the sources of a CUDA backend in a private build.
-KERNELS = ("caches", "dispatch", "dropout_mask", "tile_size", "inst/generic")
+KERNELS = ("caches", "dispatch", "tile_size", "inst/generic")
 TABLE = """#include "cpu/kernels.h"
 namespace flashattn_ext {
 const CpuKernels& cpu_kernels(DType) { return kGenericKernels; }
