@@ -13,47 +13,29 @@
 namespace flashattn_ext {
 namespace {
 
-bool machine_has(const CpuKernels& kernels) {
-  const std::string name = kernels.name;
-  if (name == "generic") return true;
+// The kernels that this machine can run, fastest first.
+std::vector<const CpuKernels*> available_kernels() {
+  std::vector<const CpuKernels*> all;
 #if defined(__x86_64__)
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  if (name == "avx2") return avx2;
-  if (name == "avx512") return avx512;
+  if (avx512) all.push_back(&kAvx512Kernels);
 #if defined(FLASHATTN_HAVE_AVX512_BF16)
-  if (name == "avx512_bf16") return avx512 && __builtin_cpu_supports("avx512bf16");
+  // On Intel's cores VDPBF16PS has so low a rate that fp32 products are faster.
+  if (avx512 && __builtin_cpu_supports("avx512bf16"))
+    all.insert(__builtin_cpu_is("intel") ? all.end() : all.begin(), &kAvx512Bf16Kernels);
 #endif
-#elif defined(__aarch64__)
-  constexpr unsigned long kHasBf16 = 1ul << 14;  // HWCAP2_BF16, which old headers lack
-  if (name == "neon") return true;
-  if (name == "neon_bf16") return getauxval(AT_HWCAP2) & kHasBf16;
-#endif
-  return false;
-}
-
-// Fastest first. On Intel's cores VDPBF16PS has so low a rate that fp32 products are faster.
-std::vector<const CpuKernels*> available_kernels() {
-  std::vector<const CpuKernels*> all;
-#if defined(__x86_64__)
-  all.push_back(&kAvx512Kernels);
-#if defined(FLASHATTN_HAVE_AVX512_BF16)
-  all.insert(__builtin_cpu_is("intel") ? all.end() : all.begin(), &kAvx512Bf16Kernels);
-#endif
-  all.push_back(&kAvx2Kernels);
+  if (avx2) all.push_back(&kAvx2Kernels);
 #elif defined(__aarch64__)
 #if defined(FLASHATTN_HAVE_NEON_BF16)
-  all.push_back(&kNeonBf16Kernels);
+  constexpr unsigned long kHasBf16 = 1ul << 14;  // HWCAP2_BF16, which old headers lack
+  if (getauxval(AT_HWCAP2) & kHasBf16) all.push_back(&kNeonBf16Kernels);
 #endif
   all.push_back(&kNeonKernels);
 #endif
   all.push_back(&kGenericKernels);
-  std::vector<const CpuKernels*> available;
-  for (const CpuKernels* kernels : all) {
-    if (machine_has(*kernels)) available.push_back(kernels);
-  }
-  return available;
+  return all;
 }
 
 const CpuKernels* find_kernels(const std::string& name) {
