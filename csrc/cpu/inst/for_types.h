@@ -48,6 +48,13 @@ inline auto for_inputs(const AttnParams& p, Body body) {
   return for_dtype(p.dtype, body);
 }
 
+// The bytes of Memory<In, Op> for a call: the workspace that all workers share, or the scratch memory of one.
+template <template <class In, class Op> class Memory, class Params>
+inline int64_t bytes_of(const Params& p) {
+  return for_dtype(p.dtype,
+                   [&](auto in, auto op, auto) { return Memory<decltype(in), decltype(op)>(p, nullptr).bytes; });
+}
+
 // Calls body(In{}, Op{}, Accuracy{}, rule) with the rule of the call as a null pointer to its type. kOrdered: of the
 // forward; see PlainProducts. Accuracy: of derivatives, in place of that of the dtype. Those of fp64, which serve
 // numerical checks, have GeneralScore alone: it computes the same.

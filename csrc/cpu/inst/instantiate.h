@@ -24,14 +24,6 @@ inline void forward(const AttnParams& p) {
     forward<decltype(in), decltype(op), decltype(accuracy), std::decay_t<decltype(*rule)>>(p);
   });
 }
-inline int64_t backward_scratch_bytes(const AttnGradParams& p) {
-  return for_dtype(
-      p.dtype, [&](auto in, auto op, auto) { return BackwardScratch<decltype(in), decltype(op)>(p, nullptr).bytes; });
-}
-inline int64_t backward_workspace_bytes(const AttnGradParams& p) {
-  return for_dtype(
-      p.dtype, [&](auto in, auto op, auto) { return BackwardWorkspace<decltype(in), decltype(op)>(p, nullptr).bytes; });
-}
 inline void backward(const AttnGradParams& p) {
   for_rule<false>(p, [&](auto in, auto op, auto accuracy, auto* rule) {
     backward<decltype(in), decltype(op), decltype(accuracy), std::decay_t<decltype(*rule)>>(p);
@@ -56,8 +48,8 @@ const CpuKernels FLASHATTN_KERNELS = {
     FLASHATTN_ISA::tile_size,
     FLASHATTN_ISA::forward_scratch_bytes,
     FLASHATTN_ISA::forward,
-    FLASHATTN_ISA::backward_scratch_bytes,
-    FLASHATTN_ISA::backward_workspace_bytes,
+    FLASHATTN_ISA::bytes_of<FLASHATTN_ISA::BackwardScratch>,
+    FLASHATTN_ISA::bytes_of<FLASHATTN_ISA::BackwardWorkspace>,
     FLASHATTN_ISA::backward,
     FLASHATTN_ISA::decode_workspace_bytes,
     FLASHATTN_ISA::decode,

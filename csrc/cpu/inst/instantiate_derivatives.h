@@ -17,22 +17,10 @@ using DerivativeAccuracy = Exp2Half;
 using DerivativeAccuracy = Exp2Full;
 #endif
 
-inline int64_t jvp_scratch_bytes(const JvpParams& p) {
-  return for_dtype(p.dtype,
-                   [&](auto in, auto op, auto) { return JvpScratch<decltype(in), decltype(op)>(p, nullptr).bytes; });
-}
 inline void jvp(const JvpParams& p) {
   for_rule<false, DerivativeAccuracy>(p, [&](auto in, auto op, auto accuracy, auto* rule) {
     jvp<decltype(in), decltype(op), decltype(accuracy), std::decay_t<decltype(*rule)>>(p);
   });
-}
-inline int64_t second_scratch_bytes(const SecondParams& p) {
-  return for_dtype(p.dtype,
-                   [&](auto in, auto op, auto) { return SecondScratch<decltype(in), decltype(op)>(p, nullptr).bytes; });
-}
-inline int64_t second_workspace_bytes(const SecondParams& p) {
-  return for_dtype(
-      p.dtype, [&](auto in, auto op, auto) { return SecondWorkspace<decltype(in), decltype(op)>(p, nullptr).bytes; });
 }
 inline void second(const SecondParams& p) {
   for_rule<false, DerivativeAccuracy>(p, [&](auto in, auto op, auto accuracy, auto* rule) {
@@ -41,7 +29,8 @@ inline void second(const SecondParams& p) {
 }
 
 extern const CpuDerivatives kDerivatives;
-const CpuDerivatives kDerivatives = {jvp_scratch_bytes, jvp, second_scratch_bytes, second_workspace_bytes, second};
+const CpuDerivatives kDerivatives = {bytes_of<JvpScratch>, jvp, bytes_of<SecondScratch>, bytes_of<SecondWorkspace>,
+                                     second};
 
 }  // namespace FLASHATTN_ISA
 }  // namespace flashattn_ext
