@@ -14,14 +14,11 @@ namespace FLASHATTN_ISA {
 
 template <class In, class Op>
 struct BackwardScratch : KeyTileScratch<In, Op> {
-  BackwardScratch(const AttnGradParams& p, void* base) : BackwardScratch(p, tile_size<Op>(p), ScratchCarver(base)) {}
+  FLASHATTN_SHARED BackwardScratch(const AttnGradParams& p, ScratchCarver carve)
+      : KeyTileScratch<In, Op>(p, &carve), rows(this->size, &carve), bytes(carve.used()) {}
 
   KnownRows<typename Op::Real> rows;
   int64_t bytes;
-
- private:
-  FLASHATTN_SHARED BackwardScratch(const AttnGradParams& p, const TileSize& size, ScratchCarver carve)
-      : KeyTileScratch<In, Op>(p, size, &carve), rows(size, &carve), bytes(carve.used()) {}
 };
 
 template <class In, class Op, class Accuracy, class Rule>

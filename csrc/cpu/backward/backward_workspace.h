@@ -13,8 +13,18 @@ template <class In, class Op>
 struct BackwardWorkspace {
   using Real = typename Op::Real;
 
-  BackwardWorkspace(const AttnGradParams& p, void* base)
-      : BackwardWorkspace(p, tile_size<Op>(p), ScratchCarver(base)) {}
+  BackwardWorkspace(const AttnGradParams& p, ScratchCarver carve)
+      : size(tile_size<Op>(p)), bias_turns(p, size, &carve) {
+    rows = p.is_varlen() ? p.total_q : p.batch * p.seqlen_q;
+    dq_columns = padded_units<Op>(p.head_dim) * Op::kPack;
+    dq_in_place = std::is_same<In, Real>::value && p.head_dim == dq_columns;
+    delta = carve.take<Real>(p.heads_q * rows);
+    // Tiles do not cross sequences: at most one shorter tile per batch entry.
+    tiles = rows / size.queries + p.batch;
+    dq_turns_ = carve.take<Turn>(p.heads_q * tiles);
+    dq = carve.take<Real>(dq_in_place ? 0 : p.heads_q * rows * dq_columns);
+    bytes = carve.used();
+  }
 
   // First row of batch entry b in the per-row arrays.
   static int64_t first_row(const AttnParams& p, int64_t b, const Sequence& queries) {
@@ -43,19 +53,6 @@ struct BackwardWorkspace {
   BiasTurns bias_turns;
 
  private:
-  BackwardWorkspace(const AttnGradParams& p, const TileSize& of_call, ScratchCarver carve)
-      : size(of_call), bias_turns(p, size, &carve) {
-    rows = p.is_varlen() ? p.total_q : p.batch * p.seqlen_q;
-    dq_columns = padded_units<Op>(p.head_dim) * Op::kPack;
-    dq_in_place = std::is_same<In, Real>::value && p.head_dim == dq_columns;
-    delta = carve.take<Real>(p.heads_q * rows);
-    // Tiles do not cross sequences: at most one shorter tile per batch entry.
-    tiles = rows / size.queries + p.batch;
-    dq_turns_ = carve.take<Turn>(p.heads_q * tiles);
-    dq = carve.take<Real>(dq_in_place ? 0 : p.heads_q * rows * dq_columns);
-    bytes = carve.used();
-  }
-
   Turn* dq_turns_;  // [Hq][tiles]
 };
 

@@ -135,8 +135,9 @@ template <class In, class Op>
 struct KeyTileScratch {
   using Real = typename Op::Real;
 
-  KeyTileScratch(const AttnGradParams& p, const TileSize& size, ScratchCarver* carve)
-      : units(padded_units<Op>(p.head_dim)),
+  KeyTileScratch(const AttnGradParams& p, ScratchCarver* carve)
+      : size(tile_size<Op>(p)),
+        units(padded_units<Op>(p.head_dim)),
         units_v(padded_units<Op>(p.head_dim_v)),
         columns(units * Op::kPack),
         columns_v(units_v * Op::kPack),
@@ -149,6 +150,7 @@ struct KeyTileScratch {
         dk(carve->take<Real>(size.keys * columns)),
         dv(carve->take<Real>(size.keys * columns_v)) {}
 
+  TileSize size;
   int64_t units, units_v;      // units of a padded row of q and k, and of v and dout
   int64_t columns, columns_v;  // their elements
   KeyRowsOperand<In, Op> k;

@@ -67,8 +67,24 @@ struct DecodeWorkspace {
   using Real = typename Op::Real;
   static constexpr int W = Op::S::kWidth;
 
-  DecodeWorkspace(const DecodeParams& params, int64_t workers, void* base)
-      : DecodeWorkspace(params, workers, ScratchCarver(base)) {}
+  DecodeWorkspace(const DecodeParams& p, int64_t workers, ScratchCarver carve)
+      : has_no_parts(p.invariant),
+        units(padded_units<Op>(p.head_dim)),
+        columns_v(padded_units<Op>(p.head_dim_v) * Op::kPack) {
+    const DecodePlan plan(p);
+    int64_t tiles = 0, all_partials = 0;
+    block_rows = 0;
+    for (int64_t b = 0; b < p.batch; ++b) {
+      block_rows = greater(block_rows, head_rows(plan, b));
+      tiles += plan.tiles(b);
+      all_partials += plan.tiles(b) * p.heads_k * partial_bytes(head_rows(plan, b));
+    }
+    heads = heads_of_item(p, tiles, workers);
+    rotated_q = carve.take<Widened<In>>(rotated_elements(p));
+    partials = carve.take<char>(all_partials);
+    scratch = carve.take<char>(0);
+    bytes = carve.used();
+  }
 
   bool has_no_parts;         // in an invariant call
   int64_t block_rows;        // rows of the largest block of the call, in whole bands
@@ -90,25 +106,6 @@ struct DecodeWorkspace {
   }
 
  private:
-  DecodeWorkspace(const DecodeParams& p, int64_t workers, ScratchCarver carve)
-      : has_no_parts(p.invariant),
-        units(padded_units<Op>(p.head_dim)),
-        columns_v(padded_units<Op>(p.head_dim_v) * Op::kPack) {
-    const DecodePlan plan(p);
-    int64_t tiles = 0, all_partials = 0;
-    block_rows = 0;
-    for (int64_t b = 0; b < p.batch; ++b) {
-      block_rows = greater(block_rows, head_rows(plan, b));
-      tiles += plan.tiles(b);
-      all_partials += plan.tiles(b) * p.heads_k * partial_bytes(head_rows(plan, b));
-    }
-    heads = heads_of_item(p, tiles, workers);
-    rotated_q = carve.take<Widened<In>>(rotated_elements(p));
-    partials = carve.take<char>(all_partials);
-    scratch = carve.take<char>(0);
-    bytes = carve.used();
-  }
-
   // KV heads per work item: as many adjacent heads as keep their rows in the L1 cache, while every worker still gets
   // several items. The result does not depend on this number.
   int64_t heads_of_item(const DecodeParams& p, int64_t tiles, int64_t workers) const {

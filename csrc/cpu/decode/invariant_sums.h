@@ -19,26 +19,9 @@ struct InvariantScratch : DecodeScratch<In, Op> {
   using Real = typename Op::Real;
   using Unit = typename Op::Unit;
 
-  InvariantScratch(const DecodeParams& p, const DecodeWorkspace<In, Op>& w, void* base)
-      : InvariantScratch(p, w, tile_size<Op>(p).keys, ScratchCarver(base)) {}
-
-  int64_t keys;        // of a tile
-  Widened<In>* zeros;  // [columns_v]: stands for a value that is not finite
-  In* isolated;        // [kDecodeKeys][head_dim_v]: values of a group of which some are not finite
-  Real* band_weights;  // [rows of a head][kDecodeKeys]: weights of a group of keys in the layout of BandValues
-  Unit* band_pairs;    // [rows of a head][kDecodeKeys / 2]: pairs, bfloat16 only
-  Real* rest;          // [rows of a head][kDecodeKeys]: RowScores
-  Real* hides;         // [keys]: 1 where a key is masked for the current row, else 0
-  Real* out;           // [rows][columns_v], not yet divided by the row sum
-  Real* before;        // [rows][columns_v]: out before the values of the current tile
-  Real *max, *sum, *rescale, *largest;  // [rows]
-  IsolatedRows<In, Op> isolated_v;
-  int64_t bytes;
-
- private:
-  InvariantScratch(const DecodeParams& p, const DecodeWorkspace<In, Op>& w, int64_t tile, ScratchCarver carve)
-      : DecodeScratch<In, Op>(w, tile, &carve),
-        keys(tile),
+  InvariantScratch(const DecodeParams& p, const DecodeWorkspace<In, Op>& w, ScratchCarver carve)
+      : DecodeScratch<In, Op>(w, tile_size<Op>(p).keys, &carve),
+        keys(tile_size<Op>(p).keys),
         zeros(carve.take<Widened<In>>(w.columns_v)),
         isolated(carve.take<In>(kDecodeKeys * p.head_dim_v)),
         band_weights(carve.take<Real>(w.block_rows * kDecodeKeys)),
@@ -53,6 +36,19 @@ struct InvariantScratch : DecodeScratch<In, Op> {
         largest(carve.take<Real>(this->rows)),
         isolated_v(true, kDecodeKeys, 0, &carve),
         bytes(carve.used()) {}
+
+  int64_t keys;        // of a tile
+  Widened<In>* zeros;  // [columns_v]: stands for a value that is not finite
+  In* isolated;        // [kDecodeKeys][head_dim_v]: values of a group of which some are not finite
+  Real* band_weights;  // [rows of a head][kDecodeKeys]: weights of a group of keys in the layout of BandValues
+  Unit* band_pairs;    // [rows of a head][kDecodeKeys / 2]: pairs, bfloat16 only
+  Real* rest;          // [rows of a head][kDecodeKeys]: RowScores
+  Real* hides;         // [keys]: 1 where a key is masked for the current row, else 0
+  Real* out;           // [rows][columns_v], not yet divided by the row sum
+  Real* before;        // [rows][columns_v]: out before the values of the current tile
+  Real *max, *sum, *rescale, *largest;  // [rows]
+  IsolatedRows<In, Op> isolated_v;
+  int64_t bytes;
 };
 
 template <class In, class Op, class Accuracy>

@@ -13,19 +13,16 @@ struct SplitScratch : DecodeScratch<In, Op> {
   using Real = typename Op::Real;
   static constexpr int W = Op::S::kWidth;
 
-  SplitScratch(const DecodeWorkspace<In, Op>& w, void* base) : SplitScratch(w, ScratchCarver(base)) {}
-
-  Real *max, *sums;  // [rows][W], running values per lane; a band uses the first W of its rows
-  uint32_t* hidden;  // [rows]: bit j is set if the row does not see key j of the group
-  int64_t bytes;
-
- private:
   SplitScratch(const DecodeWorkspace<In, Op>& w, ScratchCarver carve)
       : DecodeScratch<In, Op>(w, kDecodeKeys, &carve),
         max(carve.take<Real>(this->rows * W)),
         sums(carve.take<Real>(this->rows * W)),
         hidden(carve.take<uint32_t>(this->rows)),
         bytes(carve.used()) {}
+
+  Real *max, *sums;  // [rows][W], running values per lane; a band uses the first W of its rows
+  uint32_t* hidden;  // [rows]: bit j is set if the row does not see key j of the group
+  int64_t bytes;
 };
 
 template <class In, class Op, class Accuracy>

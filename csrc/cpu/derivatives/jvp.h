@@ -21,24 +21,8 @@ struct JvpScratch {
   using Real = typename Op::Real;
   using Unit = typename Op::Unit;
 
-  JvpScratch(const JvpParams& p, void* base) : JvpScratch(p, tile_size<Op>(p), ScratchCarver(base)) {}
-
-  TileSize size;
-  int64_t units, units_v, columns_v;   // sizes of a padded row: units of q and k, units and columns of v
-  Unit* staged;                        // q, tq, v and tv in turn, as staged rows (pack.h)
-  Unit *q_transposed, *tq_transposed;  // B operands
-  Unit* values;                        // v and tv in turn, a B operand
-  Unit *keys, *tk;                     // staged rows
-  ScoreTile<Op> tile;
-  TangentTile<Op> tangents;
-  Real *out, *row;  // [queries][columns_v], without 1 / p_keep; one row
-  TangentRows<Op> rows;
-  IsolatedRows<In, Op> isolated_v;
-  int64_t bytes;
-
- private:
-  JvpScratch(const JvpParams& p, const TileSize& of_call, ScratchCarver carve)
-      : size(of_call),
+  JvpScratch(const JvpParams& p, ScratchCarver carve)
+      : size(tile_size<Op>(p)),
         units(padded_units<Op>(p.head_dim)),
         units_v(padded_units<Op>(p.head_dim_v)),
         columns_v(units_v * Op::kPack),
@@ -55,6 +39,19 @@ struct JvpScratch {
         rows(size, &carve),
         isolated_v(p.has_mask(), size.keys, units_v, &carve),
         bytes(carve.used()) {}
+
+  TileSize size;
+  int64_t units, units_v, columns_v;   // sizes of a padded row: units of q and k, units and columns of v
+  Unit* staged;                        // q, tq, v and tv in turn, as staged rows (pack.h)
+  Unit *q_transposed, *tq_transposed;  // B operands
+  Unit* values;                        // v and tv in turn, a B operand
+  Unit *keys, *tk;                     // staged rows
+  ScoreTile<Op> tile;
+  TangentTile<Op> tangents;
+  Real *out, *row;  // [queries][columns_v], without 1 / p_keep; one row
+  TangentRows<Op> rows;
+  IsolatedRows<In, Op> isolated_v;
+  int64_t bytes;
 };
 
 template <class In, class Op, class Accuracy, class Rule>

@@ -21,10 +21,10 @@ template <class In, class Op>
 struct SecondWorkspace : BackwardWorkspace<In, Op> {
   using Real = typename Op::Real;
 
-  SecondWorkspace(const SecondParams& p, void* base)
-      : BackwardWorkspace<In, Op>(p, base),
-        r(base ? reinterpret_cast<Real*>(static_cast<char*>(base) + this->bytes) : nullptr) {
-    this->bytes += round_up(p.heads_q * this->rows * static_cast<int64_t>(sizeof(Real)), 64);
+  SecondWorkspace(const SecondParams& p, ScratchCarver carve) : BackwardWorkspace<In, Op>(p, carve) {
+    carve.take<char>(this->bytes);  // of the backward
+    r = carve.take<Real>(p.heads_q * this->rows);
+    this->bytes = carve.used();
   }
 
   Real* r_of(const AttnParams& p, int64_t b, int64_t h) const { return r + this->first_row_of_head(p, b, h); }
@@ -37,7 +37,15 @@ template <class In, class Op>
 struct SecondScratch : KeyTileScratch<In, Op> {
   using Unit = typename Op::Unit;
 
-  SecondScratch(const SecondParams& p, void* base) : SecondScratch(p, tile_size<Op>(p), ScratchCarver(base)) {}
+  SecondScratch(const SecondParams& p, ScratchCarver carve)
+      : KeyTileScratch<In, Op>(p, &carve),
+        tk(p, this->size, this->units, p.tangents.k.data, &carve),
+        tv(carve.take<Unit>(p.tangents.v.data ? product_row_units<Op>(this->size.keys, this->units_v) : 0)),
+        tq(p, this->size, p.head_dim, p.tangents.q.data, &carve),
+        tangents(p, p.tangents, this->size, &carve),
+        second(p, this->size, this->gradients, &carve),
+        rows(this->size, &carve),
+        bytes(carve.used()) {}
 
   KeyRowsOperand<In, Op> tk;
   Unit* tv;  // staged rows
@@ -46,17 +54,6 @@ struct SecondScratch : KeyTileScratch<In, Op> {
   SecondTile<Op> second;
   SecondRows<typename Op::Real> rows;
   int64_t bytes;
-
- private:
-  SecondScratch(const SecondParams& p, const TileSize& size, ScratchCarver carve)
-      : KeyTileScratch<In, Op>(p, size, &carve),
-        tk(p, size, this->units, p.tangents.k.data, &carve),
-        tv(carve.take<Unit>(p.tangents.v.data ? product_row_units<Op>(size.keys, this->units_v) : 0)),
-        tq(p, size, p.head_dim, p.tangents.q.data, &carve),
-        tangents(p, p.tangents, size, &carve),
-        second(p, size, this->gradients, &carve),
-        rows(size, &carve),
-        bytes(carve.used()) {}
 };
 
 template <class In, class Op, class Accuracy, class Rule>

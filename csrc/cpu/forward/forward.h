@@ -67,23 +67,8 @@ struct ForwardScratch {
   using Real = typename Op::Real;
   using Unit = typename Op::Unit;
 
-  ForwardScratch(const AttnParams& p, void* base) : ForwardScratch(p, tile_size<Op>(p), ScratchCarver(base)) {}
-
-  TileSize size;
-  int64_t units, units_v, columns_v;  // sizes of a padded row: units of q and k, units and columns of v
-  Unit* staged;                       // Q, later V, as staged rows (pack.h)
-  Unit *q_transposed, *values;        // B operands
-  Unit* keys;                         // K as the A operand
-  ScoreTile<Op> tile;
-  Real* out;  // [queries][columns_v], not yet divided by the row sum
-  RunningRows<Op> rows;
-  IsolatedRows<In, Op> isolated_v;
-  GatheredRows<In> gathered;
-  int64_t bytes;
-
- private:
-  FLASHATTN_SHARED ForwardScratch(const AttnParams& p, const TileSize& of_call, ScratchCarver carve)
-      : size(of_call),
+  FLASHATTN_SHARED ForwardScratch(const AttnParams& p, ScratchCarver carve)
+      : size(tile_size<Op>(p)),
         units(padded_units<Op>(p.head_dim)),
         units_v(padded_units<Op>(p.head_dim_v)),
         columns_v(units_v * Op::kPack),
@@ -97,6 +82,18 @@ struct ForwardScratch {
         isolated_v(p.has_mask() || p.invariant, size.keys, units_v, &carve),
         gathered(p, size.keys, &carve),
         bytes(carve.used()) {}
+
+  TileSize size;
+  int64_t units, units_v, columns_v;  // sizes of a padded row: units of q and k, units and columns of v
+  Unit* staged;                       // Q, later V, as staged rows (pack.h)
+  Unit *q_transposed, *values;        // B operands
+  Unit* keys;                         // K as the A operand
+  ScoreTile<Op> tile;
+  Real* out;  // [queries][columns_v], not yet divided by the row sum
+  RunningRows<Op> rows;
+  IsolatedRows<In, Op> isolated_v;
+  GatheredRows<In> gathered;
+  int64_t bytes;
 };
 
 // The running maximum and sum of a row before its first key. The sink initialises them like a key (smooth softmax:

@@ -25,7 +25,7 @@ inline uint32_t bits_of_lanes(const uint16_t* words, int64_t lane) {
 // Carves 64-byte aligned arrays out of one block; with base == nullptr it only counts bytes.
 class ScratchCarver {
  public:
-  explicit ScratchCarver(void* base) : base_(static_cast<char*>(base)) {}
+  ScratchCarver(void* base) : base_(static_cast<char*>(base)) {}
   template <class T>
   T* take(int64_t count) {
     T* piece = base_ ? reinterpret_cast<T*>(base_ + used_) : nullptr;
