@@ -22,11 +22,7 @@ inline void rotate_row(const DecodeParams& p, int64_t position, const In* from, 
     narrow(x * c - y * s, to + one);
     narrow(x * s + y * c, to + other);
   }
-  if constexpr (std::is_same<In, To>::value) {
-    std::memcpy(to + rotary.dim, from + rotary.dim, (p.head_dim - rotary.dim) * sizeof(In));
-  } else {
-    widen_row(to + rotary.dim, from + rotary.dim, p.head_dim - rotary.dim);
-  }
+  copy_row(to + rotary.dim, from + rotary.dim, p.head_dim - rotary.dim);
 }
 
 // to = from / descale, for an fp8 cache.
@@ -43,7 +39,6 @@ inline int64_t rotated_elements(const DecodeParams& p) {
 template <class Real, class In>
 void append(DecodeParams* params, Widened<In>* rotated) {
   DecodeParams& p = *params;
-  const CpuExecutor& executor = *static_cast<const CpuExecutor*>(p.stream);
   const TensorView q = p.q;
   if (p.rotary.cos) {
     p.q = {rotated, p.seqlen_q * p.heads_q * p.head_dim, p.heads_q * p.head_dim, p.head_dim};
@@ -65,13 +60,8 @@ void append(DecodeParams* params, Widened<In>* rotated) {
       }
       const In* const k = row_of<const In>(p.k_new, b, h, i);
       In* const to = row_of<In>(p.k, place.entry, h, place.row);
-      if (p.rotary.cos) {
-        rotate_row<Real>(p, row, k, to);
-      } else {
-        std::memcpy(to, k, p.head_dim * sizeof(In));
-      }
-      std::memcpy(row_of<In>(p.v, place.entry, h, place.row), row_of<const In>(p.v_new, b, h, i),
-                  p.head_dim_v * sizeof(In));
+      p.rotary.cos ? rotate_row<Real>(p, row, k, to) : copy_row(to, k, p.head_dim);
+      copy_row(row_of<In>(p.v, place.entry, h, place.row), row_of<const In>(p.v_new, b, h, i), p.head_dim_v);
     }
   };
   const auto rotate_query = [&p, &q](const KeyLocator& keys, int64_t b, int64_t i) {
@@ -82,17 +72,13 @@ void append(DecodeParams* params, Widened<In>* rotated) {
   };
   // One work item for each new key and each rotated row of q.
   const int64_t rows = p.cache.new_keys + (p.rotary.cos ? p.seqlen_q : 0);
-  std::atomic<int64_t> next{0};
-  run_workers(executor, p.batch * rows, [&](int) {
-    int64_t item;
-    while ((item = next.fetch_add(1, std::memory_order_relaxed)) < p.batch * rows) {
-      const int64_t b = item / rows, i = item % rows;
-      const KeyLocator keys(p, b);
-      if (i >= p.cache.new_keys) {
-        rotate_query(keys, b, i - p.cache.new_keys);
-      } else if (i < keys.new_keys) {
-        append_row(keys, b, i);
-      }
+  for_each_item(p, p.batch * rows, [&](int64_t item) {
+    const int64_t b = item / rows, i = item % rows;
+    const KeyLocator keys(p, b);
+    if (i >= p.cache.new_keys) {
+      rotate_query(keys, b, i - p.cache.new_keys);
+    } else if (i < keys.new_keys) {
+      append_row(keys, b, i);
     }
   });
 }

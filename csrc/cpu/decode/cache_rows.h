@@ -49,11 +49,7 @@ inline const Widened<In>* const* rows_of_head(const In* const* rows, int64_t off
   for (int64_t j = 0; j < kRows; ++j) {
     Widened<In>* const row = staging + j * columns;
     if (j < count) {
-      if constexpr (kIsFloat8<In>) {
-        widen_row(row, rows[j] + offset, head_dim);
-      } else {
-        std::memcpy(row, pointers[j], head_dim * sizeof(In));
-      }
+      copy_row(row, rows[j] + offset, head_dim);
       if (head_dim < columns)
         std::memset(static_cast<void*>(row + head_dim), 0, (columns - head_dim) * sizeof(Widened<In>));
     }

@@ -256,44 +256,48 @@ inline int64_t widen_vectors(Real* to, const In* from, int64_t n) {
   return i;
 }
 #if defined(FLASHATTN_ISA_AVX512)
-inline int64_t narrow_vectors(Float16* to, const float* from, int64_t n) {
-  int64_t i = 0;
-  for (; i + 16 <= n; i += 16) {
-    const __m256i half = _mm512_cvtps_ph(_mm512_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i), half);
-  }
-  return i;
+inline void narrow_vector(const float* from, Float16* to) {
+  const __m256i half = _mm512_cvtps_ph(_mm512_loadu_ps(from), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), half);
 }
 #elif defined(FLASHATTN_ISA_AVX2)
-inline int64_t narrow_vectors(Float16* to, const float* from, int64_t n) {
-  int64_t i = 0;
-  for (; i + 8 <= n; i += 8) {
-    const __m128i half = _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i), half);
-  }
-  return i;
+inline void narrow_vector(const float* from, Float16* to) {
+  const __m128i half = _mm256_cvtps_ph(_mm256_loadu_ps(from), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), half);
 }
 #elif defined(FLASHATTN_ISA_NEON)
-inline int64_t narrow_vectors(Float16* to, const float* from, int64_t n) {
-  int64_t i = 0;
-  for (; i + 4 <= n; i += 4) vst1_u16(&to[i].bits, vreinterpret_u16_f16(vcvt_f16_f32(vld1q_f32(from + i))));
-  return i;
-}
-inline int64_t narrow_vectors(BFloat16* to, const float* from, int64_t n) {
-  int64_t i = 0;
-  for (; i + 4 <= n; i += 4) narrow_vector(from + i, to + i);
-  return i;
+inline void narrow_vector(const float* from, Float16* to) {
+  vst1_u16(&to->bits, vreinterpret_u16_f16(vcvt_f16_f32(vld1q_f32(from))));
 }
 #endif
 
+// Narrows whole vectors to the types that kNarrows names; returns the number of converted elements.
 template <class To, class From>
-inline int64_t narrow_vectors(To*, const From*, int64_t) {
-  return 0;
+inline int64_t narrow_vectors([[maybe_unused]] To* to, [[maybe_unused]] const From* from, [[maybe_unused]] int64_t n) {
+  int64_t i = 0;
+#if defined(FLASHATTN_ISA_NEON)
+  constexpr bool kNarrows = std::is_same<To, Float16>::value || std::is_same<To, BFloat16>::value;
+#else
+  constexpr bool kNarrows = std::is_same<To, Float16>::value && kVectorBytes > 16;
+#endif
+  if constexpr (kNarrows) {
+    for (; i + kFloatLanes <= n; i += kFloatLanes) narrow_vector(from + i, to + i);
+  }
+  return i;
 }
 
 template <class Real, class In>
 FLASHATTN_SHARED void widen_row(Real* to, const In* from, int64_t n) {
   for (int64_t i = widen_vectors(to, from, n); i < n; ++i) to[i] = widen(from[i]);
+}
+// to = from, widened where its type is wider.
+template <class To, class From>
+inline void copy_row(To* to, const From* from, int64_t n) {
+  if constexpr (std::is_same<To, From>::value) {
+    std::memcpy(static_cast<void*>(to), from, n * sizeof(To));
+  } else {
+    widen_row(to, from, n);
+  }
 }
 // to = narrow(scale * from); scales `from` in place on the way. A zero becomes positive: its sign says whether padding
 // was added to it, which differs between the kernels of an invariant call.
