@@ -83,7 +83,7 @@ struct DecodeScratch {
 
   // Copies row r of the block of head number n to q_row, with zeros after it; zeros alone for a row of padding.
   FLASHATTN_SHARED void stage_query(const DecodeItem& item, int64_t n, int64_t r) const {
-    using Element = typename StagedElement<Op>::Type;
+    using Element = typename Op::Element;
     const DecodeParams& p = item.p;
     auto* const row = reinterpret_cast<Element*>(q_row);
     const bool there = r < item.row_count;

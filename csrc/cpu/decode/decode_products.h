@@ -76,39 +76,6 @@ inline BitVector repeat_bytes(const void* from) {
   }
 }
 
-// The inner step of the product of q rows and keys. Unit: the element type of q in scratch (one number, or a bfloat16
-// pair).
-template <class In, class Op>
-struct RowProduct {
-  using Real = typename Op::Real;
-  using S = Simd<Real>;
-  using V = typename S::V;
-  using Unit = Real;
-  // Keys of a narrower type are widened one vector at a time: with broadcast units each key would be widened R times.
-  static constexpr bool kRepeatsKeys = std::is_same<In, Real>::value;
-
-  template <int C>
-  static V add_product(V sum, V q, const In* k) {
-    return S::fma(q, (V)repeat_bytes<C * sizeof(Real)>(k), sum);
-  }
-  static V load(const Unit* q) { return S::load(q); }
-};
-#if defined(FLASHATTN_ISA_BF16)
-template <>
-struct RowProduct<BFloat16, Bf16DotOp> {
-  using V = typename Bf16DotOp::V;
-  using Units = typename Bf16DotOp::Units;
-  using Unit = uint32_t;
-  static constexpr bool kRepeatsKeys = true;
-
-  template <int C>
-  static V add_product(V sum, Units q, const BFloat16* k) {
-    return Bf16DotOp::multiply_add(sum, (Units)repeat_bytes<C * sizeof(Unit)>(k), q);
-  }
-  static Units load(const Unit* q) { return Bf16DotOp::load_units(q); }
-};
-#endif
-
 // Software prefetch of the rows of keys or values that are needed next: cache lines in memory order, spread evenly over
 // the current work. After the last row it prefetches that row again.
 template <class In>
@@ -181,19 +148,21 @@ class Ahead {
 // Score products of the rows of a band with keys.
 template <class In, class Op, int R>
 class BandProduct {
-  using Product = RowProduct<In, Op>;
   using Real = typename Op::Real;
+  using Unit = typename Op::Unit;
+  using Units = typename Op::Units;
   using S = Simd<Real>;
   using V = typename S::V;
-  using Unit = typename Product::Unit;
   static constexpr int W = S::kWidth, C = W / R;
+  // Keys of a narrower type are widened one vector at a time: with broadcast units each key would be widened R times.
+  static constexpr bool kRepeatsKeys = std::is_same<In, typename Op::Element>::value;
   static constexpr int kKeys = 8;                             // keys per register tile with broadcast units
   static constexpr int kChains = kVectorBytes == 64 ? 2 : 1;  // accumulators per key, to hide the FMA latency
 
  public:
   // Stores a row in the layout of the products: [units / C][R][C] with broadcast key units, else [R][units].
   static void place_row(Unit* to, int64_t r, const Unit* row, int64_t units) {
-    if constexpr (Product::kRepeatsKeys) {
+    if constexpr (kRepeatsKeys) {
       for (int64_t u = 0; u < units; u += C) std::memcpy(to + u * R + r * C, row + u, C * sizeof(Unit));
     } else {
       std::memcpy(to + r * units, row, units * sizeof(Unit));
@@ -203,10 +172,10 @@ class BandProduct {
   // Computes the scores of kScoredKeys keys. `finish` maps a vector of products to scores. ahead: prefetch, or null.
   template <class Finish>
   static void scores(Real* to, const Unit* q, int64_t units, const In* const* keys, Ahead<In>* ahead, Finish finish) {
-    constexpr int kTogether = !Product::kRepeatsKeys || C > kKeys ? C : kKeys;
+    constexpr int kTogether = !kRepeatsKeys || C > kKeys ? C : kKeys;
     static_assert(kScoredKeys % kTogether == 0, "whole register tiles");
     for (int64_t j = 0; j < kScoredKeys; j += kTogether) {
-      if constexpr (Product::kRepeatsKeys) {
+      if constexpr (kRepeatsKeys) {
         V x[kTogether];
         FLASHATTN_UNROLL(2)
         for (int n = 0; n < kTogether; n += kKeys) repeated_keys(x + n, q, units, keys + j + n, ahead);
@@ -254,15 +223,16 @@ class BandProduct {
     const auto steps = [&](int64_t u, auto chains) __attribute__((always_inline)) {
       constexpr int N = decltype(chains)::value;
       if (ahead) ahead->template ask<N * kKeys * C * kPack* static_cast<int>(sizeof(In))>();
-      decltype(Product::load(q)) q_vector[N];
+      Units q_vector[N];
       FLASHATTN_UNROLL(2)
-      for (int chain = 0; chain < N; ++chain) q_vector[chain] = Product::load(q + (u + chain * C) * R);
+      for (int chain = 0; chain < N; ++chain) q_vector[chain] = Op::load_units(q + (u + chain * C) * R);
       FLASHATTN_UNROLL(8)
       for (int n = 0; n < kKeys; ++n) {
         FLASHATTN_UNROLL(2)
         for (int chain = 0; chain < N; ++chain) {
           const In* const from = k[n] + (u + chain * C) * kPack;
-          sums[n][chain] = Product::template add_product<C>(sums[n][chain], q_vector[chain], from);
+          sums[n][chain] =
+              Op::multiply_add(sums[n][chain], q_vector[chain], (Units)repeat_bytes<C * sizeof(Unit)>(from));
         }
       }
     };
@@ -291,7 +261,7 @@ class BandProduct {
       for (int n = 0; n < C; ++n) wide[n] = WideVector<Real, In>::load(k[n] + u);
       FLASHATTN_UNROLL(16)
       for (int r = 0; r < R; ++r) {
-        const V q_vector = Product::load(q + r * units + u);
+        const V q_vector = Op::load_units(q + r * units + u);
         FLASHATTN_UNROLL(16)
         for (int n = 0; n < C; ++n) sums[r * C + n] = S::fma(q_vector, wide[n], sums[r * C + n]);
       }
@@ -322,35 +292,50 @@ class BandProduct {
   }
 };
 
-// out += weights * v for a band and kDecodeKeys keys. weights: in the layout of the score vectors.
+// out += weights * v for a band and kDecodeKeys keys. With pairs of bfloat16 (dot_bf16.h) a unit has the weights of two
+// adjacent keys, rounded as in forward.h.
 template <class In, class Op, int R>
 struct BandValues {
   using Real = typename Op::Real;
+  using Unit = typename Op::Unit;
+  using Units = typename Op::Units;
   using S = Simd<Real>;
   using V = typename S::V;
-  using Unit = Real;
-  static constexpr int W = S::kWidth, C = W / R;
+  static constexpr int W = S::kWidth, C = W / R, kPack = Op::kPack;
   static constexpr int kRows = R < 8 ? R : kVectorBytes == 64 ? 8 : 4;
-  static constexpr int kVectors = kVectorBytes == 64 ? (kRows == 8 ? 2 : kRows == 4 ? 4 : 8) : 8 / kRows;
+  static constexpr int kVectors = kVectorBytes == 64 || kPack == 2 ? (kRows == 8 ? 2 : kRows == 4 ? 4 : 8) : 8 / kRows;
+  static constexpr int kUnits = C > kPack ? C / kPack : 1;  // units of a row's weights that are adjacent
 
-  // Stores the weights of two chunks in the layout of `add`. Does nothing here: `add` reads the score vectors.
-  static void store_weights(Unit*, int64_t, V, V) {}
+  // Stores the weights of chunks 2 * n and 2 * n + 1 in the layout of `add`, [keys / (kPack * kUnits)][R][kUnits]. Does
+  // nothing for units of one weight: the score vectors have that layout.
+  static void store_weights([[maybe_unused]] Unit* to, [[maybe_unused]] int64_t n, [[maybe_unused]] V even,
+                            [[maybe_unused]] V odd) {
+    if constexpr (kPack == 2) Op::store_units(to + n * W, C > 1 ? Op::narrow(even, odd) : Op::pairs(even, odd));
+  }
 
-  FLASHATTN_SHARED static void add(Real* out, int64_t columns, const Real* weights, const Unit*, const In* const* v,
-                                   Ahead<In>* ahead) {
+  // weights: the score vectors; pairs: what store_weights() has stored.
+  FLASHATTN_SHARED static void add(Real* out, int64_t columns, [[maybe_unused]] const Real* weights,
+                                   [[maybe_unused]] const Unit* pairs, const In* const* v, Ahead<In>* ahead) {
+    const Unit* units;
+    if constexpr (kPack == 2) {
+      units = pairs;
+    } else {
+      units = weights;
+    }
     for (int64_t row = 0; row < R; row += kRows) {
       int64_t d = 0;
       for (; d + kVectors * W <= columns; d += kVectors * W) {
-        add_columns<kVectors>(out + row * columns + d, columns, weights + row * C, v, d, row == 0 ? ahead : nullptr);
+        add_columns<kVectors>(out + row * columns + d, columns, units + row * kUnits, v, d, row == 0 ? ahead : nullptr);
       }
-      for (; d < columns; d += W)
-        add_columns<1>(out + row * columns + d, columns, weights + row * C, v, d, row == 0 ? ahead : nullptr);
+      for (; d < columns; d += kPack * W)
+        add_columns<kPack>(out + row * columns + d, columns, units + row * kUnits, v, d, row == 0 ? ahead : nullptr);
     }
   }
 
  private:
+  // N vectors of columns from d on.
   template <int N>
-  static void add_columns(Real* out, int64_t columns, const Real* weights, const In* const* v, int64_t d,
+  static void add_columns(Real* out, int64_t columns, const Unit* weights, const In* const* v, int64_t d,
                           Ahead<In>* ahead) {
     V sums[kRows][N];
     FLASHATTN_UNROLL(8)
@@ -358,19 +343,29 @@ struct BandValues {
       FLASHATTN_UNROLL(8)
       for (int n = 0; n < N; ++n) sums[m][n] = S::load(out + m * columns + n * W);
     }
-    for (int64_t chunk = 0; chunk < kDecodeKeys / C; ++chunk) {
+    for (int64_t chunk = 0; chunk < kDecodeKeys / kPack / kUnits; ++chunk) {
       FLASHATTN_UNROLL(1)
-      for (int j = 0; j < C; ++j) {
-        const In* const row = v[chunk * C + j] + d;
-        if (ahead) ahead->template ask<N * W * sizeof(In)>();
-        V values[N];
+      for (int j = 0; j < kUnits; ++j) {
+        const In* const* const rows = v + kPack * (chunk * kUnits + j);
+        const In* const row = rows[0] + d;
+        if (ahead) ahead->template ask<kPack * N * W* static_cast<int>(sizeof(In))>();
+        Units values[N];
         FLASHATTN_UNROLL(8)
-        for (int n = 0; n < N; ++n) values[n] = WideVector<Real, In>::load(row + n * W);
+        for (int n = 0; n < N; n += kPack) {
+          if constexpr (kPack == 2) {
+            const Units a = Op::load_units(reinterpret_cast<const Unit*>(row + n * W));
+            const Units b = Op::load_units(reinterpret_cast<const Unit*>(rows[1] + d + n * W));
+            values[n] = Op::first_pairs(a, b);
+            values[n + 1] = Op::second_pairs(a, b);
+          } else {
+            values[n] = WideVector<Real, In>::load(row + n * W);
+          }
+        }
         FLASHATTN_UNROLL(8)
         for (int m = 0; m < kRows; ++m) {
-          const V weight = S::set1(weights[chunk * W + m * C + j]);
+          const Units weight = Op::broadcast(weights + (chunk * R + m) * kUnits + j);
           FLASHATTN_UNROLL(8)
-          for (int n = 0; n < N; ++n) sums[m][n] = S::fma(weight, values[n], sums[m][n]);
+          for (int n = 0; n < N; ++n) sums[m][n] = Op::multiply_add(sums[m][n], weight, values[n]);
         }
       }
     }
@@ -381,79 +376,6 @@ struct BandValues {
     }
   }
 };
-
-#if defined(FLASHATTN_ISA_BF16)
-// BandValues for pairs of adjacent keys (dot_bf16.h), with weights rounded to bfloat16 as in forward.h. weights: units
-// [keys / (2 * kPairs)][R][kPairs].
-template <int R>
-struct BandValues<BFloat16, Bf16DotOp, R> {
-  using In = BFloat16;
-  using Op = Bf16DotOp;
-  using S = Simd<float>;
-  using V = typename Op::V;
-  using Units = typename Op::Units;
-  using Unit = uint32_t;
-  static constexpr int W = S::kWidth, C = W / R;
-  static constexpr int kRows = R < 8 ? R : 8;
-  static constexpr int kPairs = C > 1 ? C / 2 : 1;                    // pairs of keys in a chunk
-  static constexpr int kLoads = kRows == 8 ? 1 : kRows == 4 ? 2 : 4;  // loads of 2 * W columns each
-
-  // Stores the weights of chunks 2 * n and 2 * n + 1.
-  static void store_weights(Unit* to, int64_t n, V even, V odd) {
-    Op::store_units(to + n * W, C > 1 ? Op::narrow(even, odd) : Op::pairs(even, odd));
-  }
-
-  FLASHATTN_SHARED static void add(float* out, int64_t columns, const float*, const Unit* weights,
-                                   const BFloat16* const* v, Ahead<In>* ahead) {
-    for (int64_t row = 0; row < R; row += kRows) {
-      int64_t d = 0;
-      for (; d + kLoads * 2 * W <= columns; d += kLoads * 2 * W) {
-        add_columns<kLoads>(out + row * columns + d, columns, weights + row * kPairs, v, d, row == 0 ? ahead : nullptr);
-      }
-      for (; d < columns; d += 2 * W)
-        add_columns<1>(out + row * columns + d, columns, weights + row * kPairs, v, d, row == 0 ? ahead : nullptr);
-    }
-  }
-
- private:
-  template <int N>
-  static void add_columns(float* out, int64_t columns, const Unit* weights, const BFloat16* const* v, int64_t d,
-                          Ahead<In>* ahead) {
-    V sums[kRows][2 * N];
-    FLASHATTN_UNROLL(8)
-    for (int m = 0; m < kRows; ++m) {
-      FLASHATTN_UNROLL(8)
-      for (int n = 0; n < 2 * N; ++n) sums[m][n] = S::load(out + m * columns + n * W);
-    }
-    for (int64_t chunk = 0; chunk < kDecodeKeys / 2 / kPairs; ++chunk) {
-      FLASHATTN_UNROLL(1)
-      for (int j = 0; j < kPairs; ++j) {
-        const BFloat16* const* const rows = v + 2 * (chunk * kPairs + j);
-        if (ahead) ahead->template ask<2 * N * kVectorBytes>();
-        Units values[2 * N];
-        FLASHATTN_UNROLL(4)
-        for (int n = 0; n < N; ++n) {
-          const Units a = Op::load_units(reinterpret_cast<const Unit*>(rows[0] + d + n * 2 * W));
-          const Units b = Op::load_units(reinterpret_cast<const Unit*>(rows[1] + d + n * 2 * W));
-          values[2 * n] = Op::first_pairs(a, b);
-          values[2 * n + 1] = Op::second_pairs(a, b);
-        }
-        FLASHATTN_UNROLL(8)
-        for (int m = 0; m < kRows; ++m) {
-          const Units weight = Op::broadcast(weights + chunk * R * kPairs + m * kPairs + j);
-          FLASHATTN_UNROLL(8)
-          for (int n = 0; n < 2 * N; ++n) sums[m][n] = Op::multiply_add(sums[m][n], weight, values[n]);
-        }
-      }
-    }
-    FLASHATTN_UNROLL(8)
-    for (int m = 0; m < kRows; ++m) {
-      FLASHATTN_UNROLL(8)
-      for (int n = 0; n < 2 * N; ++n) S::store(out + m * columns + n * W, sums[m][n]);
-    }
-  }
-};
-#endif
 
 }  // namespace FLASHATTN_ISA
 }  // namespace flashattn_ext

@@ -305,7 +305,7 @@ class InvariantSums : public DecodeItem {
   }
   Real weight_of(int64_t r, int64_t key) const {
     if constexpr (Op::kPack == 2) {
-      return widen(reinterpret_cast<const typename StagedElement<Op>::Type*>(scratch.pairs)[r * scratch.keys + key]);
+      return widen(reinterpret_cast<const typename Op::Element*>(scratch.pairs)[r * scratch.keys + key]);
     } else {
       return scratch.scores[r * scratch.keys + key];
     }

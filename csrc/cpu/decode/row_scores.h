@@ -8,18 +8,6 @@
 namespace flashattn_ext {
 namespace FLASHATTN_ISA {
 
-// Loads a vector of units of a row.
-template <class In, class Op>
-struct UnitVector {
-  static auto load(const In* from) { return WideVector<typename Op::Real, In>::load(from); }
-};
-#if defined(FLASHATTN_ISA_BF16)
-template <>
-struct UnitVector<BFloat16, Bf16DotOp> {
-  static auto load(const BFloat16* from) { return Bf16DotOp::load_units(reinterpret_cast<const uint32_t*>(from)); }
-};
-#endif
-
 template <class In, class Op>
 class RowScores {
   using Real = typename Op::Real;
@@ -27,7 +15,7 @@ class RowScores {
   using S = typename Op::S;
   using V = typename S::V;
   using T = Transpose<Unit>;
-  using UnitV = decltype(UnitVector<In, Op>::load(nullptr));
+  using Units = typename Op::Units;
   static constexpr int W = S::kWidth;
   static constexpr int kRows = kVectorBytes == 64 ? 8 : 4;  // accumulators beside the W vectors of a block
 
@@ -54,13 +42,21 @@ class RowScores {
   }
 
  private:
+  static Units units_at(const In* from) {
+    if constexpr (Op::kPack == 2) {
+      return Op::load_units(reinterpret_cast<const Unit*>(from));
+    } else {
+      return WideVector<Real, In>::load(from);
+    }
+  }
+
   // Adds the units [u, u + W) of W keys. starts: the sums are 0 before.
   static void add_block(Real* sums, int64_t stride, const Unit* q, int64_t rows, int64_t units, const In* const* keys,
                         int64_t u, bool starts, Ahead<In>* ahead) {
     if (ahead) ahead->template ask<W * W * Op::kPack* static_cast<int>(sizeof(In))>();
     typename T::V block[W];
     FLASHATTN_UNROLL(16)
-    for (int i = 0; i < W; ++i) block[i] = (typename T::V)UnitVector<In, Op>::load(keys[i] + u * Op::kPack);
+    for (int i = 0; i < W; ++i) block[i] = (typename T::V)units_at(keys[i] + u * Op::kPack);
     T::template exchange<W / 2>(block);
     int64_t r = 0;
     for (; r + kRows <= rows; r += kRows)
@@ -88,7 +84,7 @@ class RowScores {
     for (int i = 0; i < W; ++i) {
       FLASHATTN_UNROLL(8)
       for (int n = 0; n < N; ++n) {
-        acc[n] = Op::multiply_add(acc[n], Op::broadcast(q + n * units + i), (UnitV)block[i]);
+        acc[n] = Op::multiply_add(acc[n], Op::broadcast(q + n * units + i), (Units)block[i]);
       }
     }
     FLASHATTN_UNROLL(8)

@@ -2,7 +2,7 @@
 // Arm.
 #pragma once
 
-#include "cpu/vectors/simd.h"
+#include "cpu/vectors/convert.h"
 
 namespace flashattn_ext {
 namespace FLASHATTN_ISA {
@@ -12,6 +12,7 @@ namespace FLASHATTN_ISA {
 struct Bf16DotOp {
   using Real = float;
   using Unit = uint32_t;
+  using Element = BFloat16;
   static constexpr int kPack = 2;
   using S = Simd<float>;
   using V = typename S::V;

@@ -17,8 +17,10 @@ struct FmaOp {
   using Unit = T;
   static constexpr int kPack = 1;  // matrix elements along k in one unit
   static constexpr int kStep = 1;  // and in one instruction
+  using Element = T;               // of rows that a product reads (pack.h)
   using S = Simd<T>;
   using V = typename S::V;
+  using Units = V;
   static V load_units(const Unit* p) { return S::load(p); }
   static V broadcast(const Unit* p) { return S::set1(*p); }
   static V multiply_add(V acc, V a, V b) { return S::fma(a, b, acc); }
@@ -143,7 +145,7 @@ inline void gemm_tile(const Gemm<Op>& g, int64_t row, int64_t lane, int64_t k_be
   const typename Op::Unit* b = g.b.at(lane, k_begin);
   const typename Op::Unit* a = kOrder == Order::kRowMajor ? g.a + row * g.a_stride : g.a + k_begin * g.a_stride + row;
   for (int64_t k = k_begin; k < k_end; ++k) {
-    decltype(Op::load_units(b)) b_vector[kVectors];
+    typename Op::Units b_vector[kVectors];
     FLASHATTN_UNROLL(4)
     for (int n = 0; n < kVectors; ++n) b_vector[n] = Op::load_units(b + n * W);
     FLASHATTN_UNROLL(16)

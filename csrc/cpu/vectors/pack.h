@@ -16,17 +16,6 @@
 namespace flashattn_ext {
 namespace FLASHATTN_ISA {
 
-template <class Op>
-struct StagedElement {
-  using Type = typename Op::Real;
-};
-#if defined(FLASHATTN_ISA_BF16)
-template <>
-struct StagedElement<Bf16DotOp> {
-  using Type = BFloat16;
-};
-#endif
-
 // Rows that a product can read: padded_units(head_dim) units each, zero beyond the head dim; stride in units.
 template <class Op>
 struct StagedRows {
@@ -39,18 +28,10 @@ inline int64_t padded_units(int64_t head_dim) {
   return round_up(ceil_div(head_dim, Op::kPack), Op::S::kWidth);
 }
 
-inline void copy_row(float* to, const float* from, int64_t n) { std::memcpy(to, from, n * sizeof(float)); }
-inline void copy_row(double* to, const double* from, int64_t n) { std::memcpy(to, from, n * sizeof(double)); }
-inline void copy_row(BFloat16* to, const BFloat16* from, int64_t n) { std::memcpy(to, from, n * sizeof(BFloat16)); }
-inline void copy_row(float* to, const BFloat16* from, int64_t n) { widen_row(to, from, n); }
-inline void copy_row(float* to, const Float16* from, int64_t n) { widen_row(to, from, n); }
-inline void copy_row(float* to, const Float8* from, int64_t n) { widen_row(to, from, n); }
-inline void copy_row(BFloat16* to, const Float8* from, int64_t n) { widen_row(to, from, n); }
-
 template <class Op, class In>
 inline bool reads_in_place(int64_t head_dim, int64_t row_stride) {
-  using Element = typename StagedElement<Op>::Type;
-  return std::is_same<In, Element>::value && head_dim % (Op::S::kWidth * Op::kPack) == 0 && row_stride % Op::kPack == 0;
+  return std::is_same<In, typename Op::Element>::value && head_dim % (Op::S::kWidth * Op::kPack) == 0 &&
+         row_stride % Op::kPack == 0;
 }
 
 // scratch: [rows][padded_units(head_dim)], used only where the rows cannot be read in place.
@@ -58,7 +39,7 @@ template <class Op, class In>
 FLASHATTN_SHARED StagedRows<Op> stage_rows(const In* from, int64_t row_stride, int64_t rows, int64_t head_dim,
                                            typename Op::Unit* scratch) {
   using Unit = typename Op::Unit;
-  using Element = typename StagedElement<Op>::Type;
+  using Element = typename Op::Element;
   if (reads_in_place<Op, In>(head_dim, row_stride)) {
     return {reinterpret_cast<const Unit*>(from), row_stride / Op::kPack};
   }
