@@ -124,13 +124,7 @@ inline V unfused(V product) {
 #if defined(FLASHATTN_ISA_AVX512)
 
 template <>
-struct Simd<float> {
-  static constexpr int kWidth = 16;
-  using V = __m512;
-  static V load(const float* p) { return _mm512_loadu_ps(p); }
-  static void store(float* p, V x) { _mm512_storeu_ps(p, x); }
-  static V set1(float x) { return _mm512_set1_ps(x); }
-  static V zero() { return _mm512_setzero_ps(); }
+struct Simd<float> : GenericSimd<float> {
   static V fma(V a, V b, V c) { return _mm512_fmadd_ps(a, b, c); }
   static V max(V a, V b) { return _mm512_max_ps(a, b); }
   static V min(V a, V b) { return _mm512_min_ps(a, b); }
@@ -165,13 +159,7 @@ struct Simd<float> {
 #elif defined(FLASHATTN_ISA_AVX2)
 
 template <>
-struct Simd<float> {
-  static constexpr int kWidth = 8;
-  using V = __m256;
-  static V load(const float* p) { return _mm256_loadu_ps(p); }
-  static void store(float* p, V x) { _mm256_storeu_ps(p, x); }
-  static V set1(float x) { return _mm256_set1_ps(x); }
-  static V zero() { return _mm256_setzero_ps(); }
+struct Simd<float> : GenericSimd<float> {
   static V fma(V a, V b, V c) { return _mm256_fmadd_ps(a, b, c); }
   static V max(V a, V b) { return _mm256_max_ps(a, b); }
   static V min(V a, V b) { return _mm256_min_ps(a, b); }
