@@ -118,7 +118,12 @@ class QueryRowsOperand {
     const Gemm<Op> product{reinterpret_cast<const Unit*>(weights), queries, panels, to, stride};
     gemm<Order::kRowMajor, Init::kAccumulate>(product, {0, keys}, {0, stride}, RowsOfKeys<Op>{mask});
     if (!isolates) return;
-    isolated_.add(to, stride, KeysSeen{mask.limits(), keys},
+    const auto keys_seen = [&](int64_t row, auto body) {
+      for (int64_t key = 0; key < keys; ++key) {
+        if (mask.limits().sees(row, key)) body(key);
+      }
+    };
+    isolated_.add(to, stride, keys_seen,
                   [&](int64_t key, int64_t row) { return PanelForms<Op>::of_query(weights, queries, key, row); });
   }
 

@@ -278,7 +278,9 @@ class Forward {
       scratch.isolated_v.add(scratch.out, scratch.columns_v, seen, weight);
     };
     if (mask.is_whole()) {
-      add_to(EveryRow{row_count});
+      add_to([&](int64_t, auto body) {
+        for (int64_t row = 0; row < row_count; ++row) body(row);
+      });
     } else {
       add_to(RowsThatSee{mask.limits()});
     }

@@ -80,31 +80,13 @@ class IsolatedRows {
   int64_t stride_ = 0, columns_ = 0, count_ = 0;
 };
 
-// Calls body(row) for the rows of a tile that see a key, or body(key) for the keys that a row sees.
+// Calls body(row) for the rows of a tile that see a key.
 struct RowsThatSee {
   const KeyRows& limits;
   template <class Body>
   void operator()(int64_t key, Body body) const {
     for (int64_t row = 0; row < limits.words * kWordLanes; ++row) {
       if (limits.sees(row, key)) body(row);
-    }
-  }
-};
-// Calls body(row) for all `rows` rows of a tile: all of them see the key.
-struct EveryRow {
-  int64_t rows;
-  template <class Body>
-  void operator()(int64_t, Body body) const {
-    for (int64_t row = 0; row < rows; ++row) body(row);
-  }
-};
-struct KeysSeen {
-  const KeyRows& limits;
-  int64_t keys;
-  template <class Body>
-  void operator()(int64_t row, Body body) const {
-    for (int64_t key = 0; key < keys; ++key) {
-      if (limits.sees(row, key)) body(key);
     }
   }
 };
