@@ -28,13 +28,6 @@ int device_attribute() {
   return value;
 }
 
-std::runtime_error launch_error(const std::string& kernel, const std::string& reason, const AttnParams& p) {
-  auto text = [](int64_t x) { return std::to_string(x); };
-  return std::runtime_error("CUDA kernel '" + kernel + "' failed: " + reason + " (B=" + text(p.batch) +
-                            ", Sq=" + text(p.seqlen_q) + ", Sk=" + text(p.seqlen_k) + ", Hq=" + text(p.heads_q) +
-                            ", Hk=" + text(p.heads_k) + ", D=" + text(p.head_dim) + ", Dv=" + text(p.head_dim_v) + ")");
-}
-
 // cuTensorMapEncodeTiled is a function of the driver. It is found through the runtime, so that nothing links with
 // libcuda.
 auto tensor_map_encoder() {
@@ -66,7 +59,10 @@ int compute_capability() {
 }
 
 void launch_fails(const char* kernel, const char* reason, const AttnParams& p) {
-  throw launch_error(kernel, reason, p);
+  auto text = [](int64_t x) { return std::to_string(x); };
+  throw std::runtime_error(std::string("CUDA kernel '") + kernel + "' failed: " + reason + " (B=" + text(p.batch) +
+                           ", Sq=" + text(p.seqlen_q) + ", Sk=" + text(p.seqlen_k) + ", Hq=" + text(p.heads_q) +
+                           ", Hk=" + text(p.heads_k) + ", D=" + text(p.head_dim) + ", Dv=" + text(p.head_dim_v) + ")");
 }
 
 cudaError_t allow_shared_memory(const void* kernel, int bytes) {
@@ -130,11 +126,10 @@ CUtensorMap tensor_map(const AttnParams& p, const TensorView& t, int64_t columns
   if (result == CUDA_ERROR_INVALID_CONTEXT && cudaSetDevice(current_device()) == cudaSuccess) result = encode();
   if (result != CUDA_SUCCESS) {
     auto text = [](int64_t x) { return std::to_string(x); };
-    throw launch_error("tensor map",
-                       std::string(cudaGetErrorString(static_cast<cudaError_t>(result))) + ", strides " +
-                           text(t.row_stride) + " (row) " + text(t.head_stride) + " (head) " + text(t.batch_stride) +
-                           " (batch)",
-                       p);
+    const std::string reason = std::string(cudaGetErrorString(static_cast<cudaError_t>(result))) + ", strides " +
+                               text(t.row_stride) + " (row) " + text(t.head_stride) + " (head) " +
+                               text(t.batch_stride) + " (batch)";
+    launch_fails("tensor map", reason.c_str(), p);
   }
   return map;
 }

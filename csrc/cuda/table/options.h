@@ -30,13 +30,18 @@ enum Options : unsigned {
 constexpr Options operator|(Options a, Options b) { return static_cast<Options>(static_cast<unsigned>(a) | b); }
 constexpr bool includes(Options all, Options some) { return (some & ~all) == 0; }
 
-// Whether TMA can copy tiles of the bias: addresses and strides are multiples of 16 bytes, and elements have the
-// inputs' type. The stride of a dimension of extent 1 means nothing.
+// Whether the address and the strides of a bias or of its gradient are multiples of 16 bytes, so that TMA can copy
+// tiles of it. The stride of a dimension of extent 1 means nothing.
+inline bool is_copyable(const AttnParams& p, const BiasView& bias) {
+  const int vector = bias.dtype == DType::kFloat32 ? 4 : 8;
+  auto aligned = [&](int64_t stride, int64_t count) { return count <= 1 || stride % vector == 0; };
+  return reinterpret_cast<uintptr_t>(bias.data) % 16 == 0 && aligned(bias.row_stride, p.seqlen_q) &&
+         aligned(bias.head_stride, p.heads_q) && aligned(bias.batch_stride, p.batch);
+}
+
+// Whether TMA can copy tiles of the bias: its elements also have the inputs' type.
 inline bool has_copyable_bias(const AttnParams& p) {
-  auto aligned = [](int64_t stride, int64_t count) { return count <= 1 || stride % 8 == 0; };
-  return p.bias.dtype == p.dtype && p.dtype != DType::kFloat32 && reinterpret_cast<uintptr_t>(p.bias.data) % 16 == 0 &&
-         aligned(p.bias.row_stride, p.seqlen_q) && aligned(p.bias.head_stride, p.heads_q) &&
-         aligned(p.bias.batch_stride, p.batch);
+  return p.bias.dtype == p.dtype && p.dtype != DType::kFloat32 && is_copyable(p, p.bias);
 }
 
 // Whether a call has the gradient of a bias that all rows share.
@@ -47,11 +52,7 @@ inline bool has_gradient_of_keys(const AttnGradParams& p) {
 // Whether TMA can add or store tiles of the gradient of that bias. A gradient that all rows share is summed up
 // in registers instead, which only the sm_80 kernels do.
 inline bool has_copyable_bias_gradient(const AttnGradParams& p) {
-  const int vector = p.dbias.dtype == DType::kFloat32 ? 4 : 8;
-  auto aligned = [&](int64_t stride, int64_t count) { return count <= 1 || stride % vector == 0; };
-  return reinterpret_cast<uintptr_t>(p.dbias.data) % 16 == 0 && !has_gradient_of_keys(p) &&
-         aligned(p.dbias.row_stride, p.seqlen_q) && aligned(p.dbias.head_stride, p.heads_q) &&
-         aligned(p.dbias.batch_stride, p.batch);
+  return !has_gradient_of_keys(p) && is_copyable(p, p.dbias);
 }
 
 inline Options options_of(const AttnParams& p) {
