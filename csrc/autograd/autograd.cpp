@@ -52,14 +52,6 @@ bool keeps_centres(const BoxedCall& call) {
   return false;
 }
 
-void set_tangents(const RecordedCall& recorded) {
-  const variable_list tangents = tangents_of(recorded.inputs());
-  if (!any_defined(tangents)) return;
-  const auto [tout, tlse] = recorded.primal().jvp(tangents);
-  recorded.out()._set_fw_grad(tout, /*level=*/0, /*is_inplace_op=*/false);
-  recorded.lse()._set_fw_grad(tlse, /*level=*/0, /*is_inplace_op=*/false);
-}
-
 void forward_with_gradients(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   const BoxedCall call(op, keys, stack);
   const BoxedCall::Derivatives wanted = call.derivatives();
@@ -82,7 +74,7 @@ void forward_with_gradients(const c10::OperatorHandle& op, c10::DispatchKeySet k
     set_history(lse, node);
   }
   // A node saves its results with their tangents, which are therefore set before.
-  if (wanted.tangents) set_tangents(recorded);
+  if (wanted.tangents) recorded.set_jvp(tangents_of(recorded.inputs()), out, lse);
   if (node) std::move(recorded).save(node, {keeps ? call.result(3) : at::Tensor()});
 }
 

@@ -48,7 +48,7 @@ enum BackwardArgument {
   kOut,
   kLse,
   kLseWords,
-  kCentres,
+  kRowCentres,
   kNeeds,
   kBackwardRngState = kNeeds + kBiases
 };
@@ -111,6 +111,15 @@ variable_list cotangents(const RecordedCall& call, AutogradContext* ctx, const v
   return given;
 }
 
+// H of `tangents`. out and lse: results of the forward, or of jvp, that has computed the two other tangents that H
+// takes if it ran with the same tangents.
+variable_list second_of(const RecordedCall& primal, const at::Tensor& dout, const at::Tensor& dlse,
+                        const at::Tensor& out, const at::Tensor& lse, const variable_list& tangents, InputFlags needs) {
+  at::Tensor tout = tangent_of(out), tlse = tangent_of(lse);
+  if (!tout.defined() || !tlse.defined()) std::tie(tout, tlse) = primal.jvp(tangents);
+  return primal.second(primal_of(dout), primal_of(dlse), tout, tlse, tangents, needs);
+}
+
 // Sets the tangents of the results of `backward`.
 void set_tangents_of_gradients(const BoxedCall& results, const RecordedCall& call, const at::Tensor& dout,
                                const at::Tensor& dlse, const at::Tensor& centres, InputFlags needs) {
@@ -118,12 +127,7 @@ void set_tangents_of_gradients(const BoxedCall& results, const RecordedCall& cal
   const at::Tensor tdout = tangent_of(dout), tdlse = tangent_of(dlse);
   const RecordedCall primal = call.primal();
   variable_list of_inputs(kInputs), of_gradients(kInputs);
-  if (any_defined(tangents)) {
-    // The forward has computed these two if it ran with the same tangents.
-    at::Tensor tout = tangent_of(call.out()), tlse = tangent_of(call.lse());
-    if (!tout.defined() || !tlse.defined()) std::tie(tout, tlse) = primal.jvp(tangents);
-    of_inputs = primal.second(primal_of(dout), primal_of(dlse), tout, tlse, tangents, needs);
-  }
+  if (any_defined(tangents)) of_inputs = second_of(primal, dout, dlse, call.out(), call.lse(), tangents, needs);
   if (tdout.defined() || tdlse.defined()) of_gradients = primal.backward(tdout, tdlse, primal_of(centres), needs);
   set_sums(results, of_inputs, of_gradients);
 }
@@ -135,7 +139,7 @@ void backward_with_gradients(const c10::OperatorHandle& op, c10::DispatchKeySet 
 
   RecordedCall recorded(call, kBackwardRngState);
   recorded.set_results(call.tensor(kOut), call.tensor(kLse), call.tensor(kLseWords));
-  const at::Tensor dout = call.tensor(kDout), dlse = call.tensor(kDlse), centres = call.tensor(kCentres);
+  const at::Tensor dout = call.tensor(kDout), dlse = call.tensor(kDlse), centres = call.tensor(kRowCentres);
   const InputFlags needs = flags_of(call, kNeeds);
   call.run_untracked();
   if (wanted.tangents) set_tangents_of_gradients(call, recorded, dout, dlse, centres, needs);
@@ -155,11 +159,7 @@ void set_tangents_of_tangents(const BoxedCall& results, const RecordedCall& call
       "flashattn_ext has no third derivatives and no forward-mode derivatives of forward-mode derivatives (a jvp of a "
       "jvp); take one of the two in reverse mode, as torch.func.hessian does (jacfwd of jacrev), or use "
       "flashattn_ext.attention_reference (plain PyTorch, differentiable any number of times)");
-  const variable_list tangents = tangents_of(given);
-  if (!any_defined(tangents)) return;
-  const auto [tout, tlse] = call.primal().jvp(tangents);
-  results.result(0)._set_fw_grad(tout, /*level=*/0, /*is_inplace_op=*/false);
-  results.result(1)._set_fw_grad(tlse, /*level=*/0, /*is_inplace_op=*/false);
+  call.set_jvp(tangents_of(given), results.result(0), results.result(1));
 }
 
 void jvp_with_gradients(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
@@ -192,12 +192,7 @@ void set_tangents_of_second(const BoxedCall& results, const RecordedCall& call, 
   const at::Tensor tdout = tangent_of(s.dout), tdlse = tangent_of(s.dlse);
   const RecordedCall primal = call.primal();
   variable_list of_tangents(kInputs), of_gradients(kInputs);
-  if (any_defined(tangents)) {
-    // jvp has computed these two if it ran with the same tangents.
-    at::Tensor tout = tangent_of(s.tout), tlse = tangent_of(s.tlse);
-    if (!tout.defined() || !tlse.defined()) std::tie(tout, tlse) = primal.jvp(tangents);
-    of_tangents = primal.second(primal_of(s.dout), primal_of(s.dlse), tout, tlse, tangents, needs);
-  }
+  if (any_defined(tangents)) of_tangents = second_of(primal, s.dout, s.dlse, s.tout, s.tlse, tangents, needs);
   if (tdout.defined() || tdlse.defined()) {
     variable_list given;
     for (const at::Tensor& tangent : s.tangents) given.push_back(primal_of(tangent));

@@ -126,6 +126,13 @@ std::pair<at::Tensor, at::Tensor> RecordedCall::jvp(const variable_list& tangent
   return {stack[0].toTensor(), stack[1].toTensor()};
 }
 
+void RecordedCall::set_jvp(const variable_list& tangents, const at::Tensor& out, const at::Tensor& lse) const {
+  if (!any_defined(tangents)) return;
+  const auto [tout, tlse] = primal().jvp(tangents);
+  out._set_fw_grad(tout, /*level=*/0, /*is_inplace_op=*/false);
+  lse._set_fw_grad(tlse, /*level=*/0, /*is_inplace_op=*/false);
+}
+
 variable_list RecordedCall::second(const at::Tensor& dout, const at::Tensor& dlse, const at::Tensor& tout,
                                    const at::Tensor& tlse, const variable_list& tangents, InputFlags needs) const {
   static const Overloads op("flashattn_ext::second");

@@ -44,6 +44,9 @@ class RecordedCall {
   variable_list backward(const at::Tensor& dout, const at::Tensor& dlse, const at::Tensor& centres,
                          InputFlags needs) const;
   std::pair<at::Tensor, at::Tensor> jvp(const variable_list& tangents) const;
+  // Sets what jvp() returns for the call without tangents as the tangents of two results, out and lse or tangents of
+  // them. Does nothing if no tangent is defined.
+  void set_jvp(const variable_list& tangents, const at::Tensor& out, const at::Tensor& lse) const;
   variable_list second(const at::Tensor& dout, const at::Tensor& dlse, const at::Tensor& tout, const at::Tensor& tlse,
                        const variable_list& tangents, InputFlags needs) const;
 
