@@ -115,9 +115,7 @@ void check_caches(const DecodeCall& c) {
   const c10::SymInt heads_q = c.q.sym_size(c.head_axis()), heads_k = c.k.sym_size(2);
   check_shape("k_cache", c.k, {c.k.sym_size(0), c.k.sym_size(1), heads_k, c.q.sym_size(-1)}, "with the head_dim of q");
   check_shape("v_cache", c.v, {c.k.sym_size(0), c.k.sym_size(1), heads_k, c.v.sym_size(-1)}, "like k_cache");
-  TORCH_CHECK_VALUE(heads_k > 0 ? heads_q % heads_k == 0 : heads_q == 0,
-                    "q: the number of query heads must be a multiple of the ", heads_k, " KV heads, got ", heads_q,
-                    " in shape ", c.q.sym_sizes());
+  check_groups(c.q, heads_q, heads_k);
 }
 
 void check_places(const DecodeCall& c) {

@@ -117,6 +117,12 @@ void check_head_dim(const char* name, const at::Tensor& t) {
                     ": head_dim must be in 1..", kLargestHeadDim, ", got ", head_dim, " in shape ", t.sym_sizes());
 }
 
+void check_groups(const at::Tensor& q, const c10::SymInt& heads_q, const c10::SymInt& heads_k) {
+  TORCH_CHECK_VALUE(heads_k > 0 ? heads_q % heads_k == 0 : heads_q == 0,
+                    "q: the number of query heads must be a multiple of the ", heads_k, " KV heads, got ", heads_q,
+                    " in shape ", q.sym_sizes());
+}
+
 namespace {
 
 void check_tensor_kinds(const AttnCall& c) {
@@ -146,9 +152,7 @@ void check_sizes(const AttnCall& c) {
   check_size("v", c.v, rows, c.k.sym_size(rows), "length of k");
   check_size("v", c.v, heads, c.k.sym_size(heads), "number of heads of k");
   const c10::SymInt heads_q = c.q.sym_size(heads), heads_k = c.k.sym_size(heads);
-  TORCH_CHECK_VALUE(heads_k > 0 ? heads_q % heads_k == 0 : heads_q == 0,
-                    "q: the number of query heads must be a multiple of the ", heads_k, " KV heads, got ", heads_q,
-                    " in shape ", c.q.sym_sizes());
+  check_groups(c.q, heads_q, heads_k);
   check_size("k", c.k, -1, c.q.sym_size(-1), "head_dim of q");
   check_head_dim("q", c.q);
   check_head_dim("v", c.v);
@@ -330,8 +334,7 @@ void validate_rng_state(const std::optional<at::Tensor>& given, const c10::SymFl
   const at::Tensor& rng_state = *given;
   TORCH_CHECK_TYPE(rng_state.scalar_type() == at::kLong, "rng_state: expected dtype int64, got ",
                    dtype_name(rng_state.scalar_type()));
-  TORCH_CHECK_VALUE(rng_state.device() == device_of.device(), "rng_state: expected the device of q (",
-                    device_of.device(), "), got ", rng_state.device());
+  check_device("rng_state", rng_state, device_of);
   if (!drops) return;
   TORCH_CHECK_VALUE(rng_state.dim() == 1 && holds(rng_state.sym_size(0).sym_eq(2)),
                     "rng_state: expected shape [2], {seed, offset}, for a call with dropout, got ",

@@ -30,6 +30,8 @@ void refuse_derivatives_of_fp8(const AttnCall& call);
 // The tensors of a BlockMask, and what does not go together with one. On the CPU their values are checked too.
 void check_block_mask(const AttnCall& call);
 void check_head_dim(const char* name, const at::Tensor& t);
+// Every KV head has the same number of query heads.
+void check_groups(const at::Tensor& q, const c10::SymInt& heads_q, const c10::SymInt& heads_k);
 // The conditions of options.def: a function check_NAME for each number; all numbers and integers of a call; and all of
 // its tensors that are checked one by one.
 #define CALL_NUMBER(name, default_value, takers, accepts, expected) void check_##name(const c10::SymFloat& value);
