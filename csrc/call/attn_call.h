@@ -61,16 +61,11 @@ struct AttnCall {
   }
   // The largest logit of each head: [B, Hq], or [sequences, Hq].
   std::vector<c10::SymInt> max_logits_shape() const { return {batch(), q.sym_size(head_axis())}; }
-  // The shape of the centres of rows (bias.h): [B, Hq, Sq, kCentres], or [Hq, total_q, kCentres].
-  std::vector<c10::SymInt> centres_shape() const {
+  // The shape of `count` numbers of each row: [B, Hq, Sq, count], or [Hq, total_q, count]. The words of its log-sum-exp
+  // (lse_words.h) are 2, its centres (bias.h) kCentres.
+  std::vector<c10::SymInt> row_numbers_shape(int64_t count) const {
     std::vector<c10::SymInt> shape = lse_shape();
-    shape.emplace_back(kCentres);
-    return shape;
-  }
-  // The shape of the two words of each row's log-sum-exp (lse_words.h): [B, Hq, Sq, 2], or [Hq, total_q, 2].
-  std::vector<c10::SymInt> lse_words_shape() const {
-    std::vector<c10::SymInt> shape = lse_shape();
-    shape.emplace_back(2);
+    shape.emplace_back(count);
     return shape;
   }
 };

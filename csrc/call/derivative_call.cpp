@@ -68,7 +68,8 @@ void validate(const JvpCall& jvp) {
   check_has_derivatives(c);
   check_shape_and_dtype("out", jvp.out, c.out_shape(), c.q.scalar_type(), c);
   check_shape_and_dtype("lse", jvp.lse, c.lse_shape(), c.statistics_dtype(), c);
-  if (jvp.lse_words) check_shape_and_dtype("lse_words", *jvp.lse_words, c.lse_words_shape(), c.statistics_dtype(), c);
+  if (jvp.lse_words)
+    check_shape_and_dtype("lse_words", *jvp.lse_words, c.row_numbers_shape(2), c.statistics_dtype(), c);
   check_tangents(jvp.tangents, c);
   validate_rng_state(jvp.rng_state, c.dropout_p, c.q);
 }

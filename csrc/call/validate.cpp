@@ -382,8 +382,8 @@ void validate(const AttnCall& c, const BackwardCall& b) {
   if (b.dout) check("dout", *b.dout, out_shape, c.q.scalar_type());
   if (b.dlse) check("dlse", *b.dlse, lse_shape, c.statistics_dtype());
   check("out", b.out, out_shape, c.q.scalar_type());
-  if (b.lse_words) check("lse_words", *b.lse_words, c.lse_words_shape(), c.statistics_dtype());
-  if (b.centres) check("centres", *b.centres, c.centres_shape(), c.statistics_dtype());
+  if (b.lse_words) check("lse_words", *b.lse_words, c.row_numbers_shape(2), c.statistics_dtype());
+  if (b.centres) check("centres", *b.centres, c.row_numbers_shape(kCentres), c.statistics_dtype());
   check("lse", b.lse, lse_shape, c.statistics_dtype());
 }
 

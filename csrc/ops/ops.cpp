@@ -70,8 +70,8 @@ void forward(const c10::OperatorHandle& op, Stack* stack) {
   const auto kept = [&c](bool keeps, const std::vector<c10::SymInt>& shape) {
     return keeps ? new_tensor(c, shape, c.statistics_dtype()) : new_tensor(c, {0}, c.statistics_dtype());
   };
-  const at::Tensor lse_words = kept(keeps_lse_words, c.lse_words_shape());
-  const at::Tensor centres = kept(keeps_centres, c.centres_shape());
+  const at::Tensor lse_words = kept(keeps_lse_words, c.row_numbers_shape(2));
+  const at::Tensor centres = kept(keeps_centres, c.row_numbers_shape(kCentres));
   if (!backend) return arguments.finish(out, lse, lse_words, centres, largest_of_rows_meta(c, returns_max_logits));
 
   c = readable(std::move(c), *backend);
