@@ -7,6 +7,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
+#include <torch/library.h>
 
 #include <optional>
 #include <string>
@@ -16,6 +17,8 @@
 #include "rules/bias.h"
 
 namespace flashattn_ext {
+
+using torch::jit::Stack;
 
 // The leading arguments of the ops `forward` and `backward`.
 inline std::string call_schema() {
@@ -88,7 +91,7 @@ struct BackwardCall {
 // tensors have no values, and number() returns the meaningless Scalar.
 class Arguments {
  public:
-  Arguments(const c10::OperatorHandle& op, torch::jit::Stack* stack)
+  Arguments(const c10::OperatorHandle& op, Stack* stack)
       : stack_(stack), count_(op.schema().arguments().size()), next_(stack->end() - count_) {
     if (stack->back().isTensorList()) scalars_ = stack->back().toTensorVector();
   }
@@ -158,24 +161,39 @@ class Arguments {
   }
 
  private:
-  torch::jit::Stack* stack_;
+  Stack* stack_;
   size_t count_;
-  torch::jit::Stack::iterator next_;
+  Stack::iterator next_;
   std::vector<at::Tensor> scalars_;
   size_t scalar_ = 0;  // index of the next one
 };
 
 // Appends the last argument of the pure overload, `scalars`, to the arguments of the overload `call`: the floats as
 // tensors if torch.compile has made any of them symbolic, else an empty list.
-void push_scalars(const c10::OperatorHandle& op, torch::jit::Stack* stack);
+void push_scalars(const c10::OperatorHandle& op, Stack* stack);
 
 // The overload `call` of the op kPure, where it takes the arguments of that op but for `scalars`. It redispatches with
 // its own dispatch keys, so that both share one range in a profile.
 template <const char* kPure>
-void call_of(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+void call_of(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   static const c10::OperatorHandle pure = c10::Dispatcher::singleton().findSchemaOrThrow(kPure, "");
   push_scalars(op, stack);
   pure.redispatchBoxed(keys, stack);
+}
+
+// Registers a pure op for every device, also for those that this build has no backend for: its error says so. torch_npu
+// uses PrivateUse1.
+template <c10::BoxedKernel::BoxedKernelFunction* kKernel>
+void implement(torch::Library& m, const char* op) {
+  using Key = c10::DispatchKey;
+  for (const Key key : {Key::CPU, Key::Meta, Key::CUDA, Key::PrivateUse1})
+    m.impl(op, torch::dispatch(key, torch::CppFunction::makeFromBoxedFunction<kKernel>()));
+}
+// Registers an overload `call`, also under torch.vmap: the batching rules of the pure ops are in vmap.py.
+template <c10::BoxedKernel::BoxedKernelFunction_withDispatchKeys* kKernel>
+void implement_call(torch::Library& m, const char* overload) {
+  for (const auto key : {c10::DispatchKey::CompositeImplicitAutograd, c10::DispatchKey::FuncTorchBatched})
+    m.impl(overload, torch::dispatch(key, torch::CppFunction::makeFromBoxedFunction<kKernel>()));
 }
 
 }  // namespace flashattn_ext

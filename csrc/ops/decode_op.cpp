@@ -16,8 +16,6 @@
 namespace flashattn_ext {
 namespace {
 
-using Stack = torch::jit::Stack;
-
 // A dense view of a cache or of new keys. In a packed call `view_of` would treat them as packed tensors.
 TensorView view_of_keys(const at::Tensor& t) {
   return {const_cast<void*>(t.const_data_ptr()), t.stride(0), t.stride(1), t.stride(2)};
@@ -174,16 +172,9 @@ TORCH_LIBRARY_FRAGMENT(flashattn_ext, m) {
   def("decode.call", false, "");
   def("decode_append", true, ", Tensor[] scalars");
   def("decode_append.call", true, "");
+  implement<&decode>(m, "decode");
+  implement<&decode>(m, "decode_append");
 }
-
-void implement_decode(torch::Library& m) {
-  m.impl("decode", torch::CppFunction::makeFromBoxedFunction<&decode>());
-  m.impl("decode_append", torch::CppFunction::makeFromBoxedFunction<&decode>());
-}
-TORCH_LIBRARY_IMPL(flashattn_ext, CPU, m) { implement_decode(m); }
-TORCH_LIBRARY_IMPL(flashattn_ext, Meta, m) { implement_decode(m); }
-TORCH_LIBRARY_IMPL(flashattn_ext, CUDA, m) { implement_decode(m); }
-TORCH_LIBRARY_IMPL(flashattn_ext, PrivateUse1, m) { implement_decode(m); }
 
 TORCH_LIBRARY_IMPL(flashattn_ext, CompositeImplicitAutograd, m) {
   m.impl("decode.call", torch::CppFunction::makeFromBoxedFunction<&decode_call<false>>());

@@ -15,8 +15,6 @@
 namespace flashattn_ext {
 namespace {
 
-using Stack = torch::jit::Stack;
-
 at::Tensor empty_like_input(const AttnCall& c, const at::Tensor& t) {
   return at::empty_symint(t.sym_sizes(), c.q.options());
 }
@@ -132,23 +130,10 @@ TORCH_LIBRARY_FRAGMENT(flashattn_ext, m) {
   };
   def("jvp", jvp_schema(), "(Tensor tout, Tensor tlse)");
   def("second", second_schema(), schema_of_gradients());
+  implement<&jvp>(m, "jvp");
+  implement<&second>(m, "second");
+  implement_call<&call_of<kJvp>>(m, "jvp.call");
+  implement_call<&call_of<kSecond>>(m, "second.call");
 }
-
-void implement_derivatives(torch::Library& m) {
-  m.impl("jvp", torch::CppFunction::makeFromBoxedFunction<&jvp>());
-  m.impl("second", torch::CppFunction::makeFromBoxedFunction<&second>());
-}
-TORCH_LIBRARY_IMPL(flashattn_ext, CPU, m) { implement_derivatives(m); }
-TORCH_LIBRARY_IMPL(flashattn_ext, Meta, m) { implement_derivatives(m); }
-// Backends without these kernels refuse in words.
-TORCH_LIBRARY_IMPL(flashattn_ext, CUDA, m) { implement_derivatives(m); }
-TORCH_LIBRARY_IMPL(flashattn_ext, PrivateUse1, m) { implement_derivatives(m); }
-
-void implement_derivative_calls(torch::Library& m) {
-  m.impl("jvp.call", torch::CppFunction::makeFromBoxedFunction<&call_of<kJvp>>());
-  m.impl("second.call", torch::CppFunction::makeFromBoxedFunction<&call_of<kSecond>>());
-}
-TORCH_LIBRARY_IMPL(flashattn_ext, CompositeImplicitAutograd, m) { implement_derivative_calls(m); }
-TORCH_LIBRARY_IMPL(flashattn_ext, FuncTorchBatched, m) { implement_derivative_calls(m); }
 
 }  // namespace flashattn_ext

@@ -40,8 +40,6 @@ const Backend* backend_of(const AttnCall& c, const Device& device, bool backward
 
 // --- the pure ops ---
 
-using Stack = torch::jit::Stack;
-
 at::Tensor new_tensor(const AttnCall& c, c10::SymIntArrayRef shape, at::ScalarType dtype) {
   return at::empty_symint(shape, c.q.options().dtype(dtype));
 }
@@ -330,28 +328,14 @@ TORCH_LIBRARY(flashattn_ext, m) {
   def("mask_extremes(Tensor intervals) -> Tensor");
   def("rng_state(Tensor device_of, SymInt rng_seed) -> Tensor");
   def("as_tensor(Scalar value) -> Tensor");  // in Python: ops.py
-}
 
-void implement(torch::Library& m) {
-  m.impl("forward", torch::CppFunction::makeFromBoxedFunction<&forward>());
-  m.impl("backward", torch::CppFunction::makeFromBoxedFunction<&backward>());
-  m.impl("dropout_mask", torch::CppFunction::makeFromBoxedFunction<&dropout_mask>());
+  implement<&forward>(m, "forward");
+  implement<&backward>(m, "backward");
+  implement<&dropout_mask>(m, "dropout_mask");
+  implement_call<&forward_call>(m, "forward.call");
+  implement_call<&call_of<kBackward>>(m, "backward.call");
+  implement_call<&call_of<kDropoutMask>>(m, "dropout_mask.call");
 }
-
-TORCH_LIBRARY_IMPL(flashattn_ext, CPU, m) { implement(m); }
-TORCH_LIBRARY_IMPL(flashattn_ext, Meta, m) { implement(m); }
-// Also registered in builds without such a backend, for an error that says so. torch_npu uses PrivateUse1.
-TORCH_LIBRARY_IMPL(flashattn_ext, CUDA, m) { implement(m); }
-TORCH_LIBRARY_IMPL(flashattn_ext, PrivateUse1, m) { implement(m); }
-
-void implement_calls(torch::Library& m) {
-  m.impl("forward.call", torch::CppFunction::makeFromBoxedFunction<&forward_call>());
-  m.impl("backward.call", torch::CppFunction::makeFromBoxedFunction<&call_of<kBackward>>());
-  m.impl("dropout_mask.call", torch::CppFunction::makeFromBoxedFunction<&call_of<kDropoutMask>>());
-}
-TORCH_LIBRARY_IMPL(flashattn_ext, CompositeImplicitAutograd, m) { implement_calls(m); }
-// The batching rules of the pure ops under torch.vmap are in vmap.py.
-TORCH_LIBRARY_IMPL(flashattn_ext, FuncTorchBatched, m) { implement_calls(m); }
 // Also for calls without batched tensors: `randomness` decides how the state is drawn.
 TORCH_LIBRARY_IMPL(flashattn_ext, FuncTorchVmapMode, m) {
   m.impl("forward.call", torch::CppFunction::makeFromBoxedFunction<&forward_call>());

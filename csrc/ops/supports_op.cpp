@@ -10,7 +10,7 @@ namespace flashattn_ext {
 namespace {
 
 // Throws what the call would throw, in the order in which it would: the forward, its tangents, the backward.
-void supports(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+void supports(const c10::OperatorHandle& op, Stack* stack) {
   Arguments arguments(op, stack);
   AttnCall c = arguments.call();
   const bool needs_gradients = arguments.flag(), needs_tangents = arguments.flag(), keeps_centres = arguments.flag(),
@@ -51,14 +51,7 @@ TORCH_LIBRARY_FRAGMENT(flashattn_ext, m) {
          ", bool needs_gradients, bool needs_tangents, bool keeps_centres, bool returns_max_logits) -> (str backend, "
          "str slow)")
             .c_str());
+  implement<&supports>(m, "supports");
 }
-
-void implement_supports(torch::Library& m) {
-  m.impl("supports", torch::CppFunction::makeFromBoxedFunction<&supports>());
-}
-TORCH_LIBRARY_IMPL(flashattn_ext, CPU, m) { implement_supports(m); }
-TORCH_LIBRARY_IMPL(flashattn_ext, Meta, m) { implement_supports(m); }
-TORCH_LIBRARY_IMPL(flashattn_ext, CUDA, m) { implement_supports(m); }
-TORCH_LIBRARY_IMPL(flashattn_ext, PrivateUse1, m) { implement_supports(m); }
 
 }  // namespace flashattn_ext
