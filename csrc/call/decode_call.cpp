@@ -262,24 +262,6 @@ void check_rotary(const DecodeCall& c) {
                     cos.sym_size(0));
 }
 
-void check_mask(const DecodeCall& c) {
-  TORCH_CHECK_VALUE(!c.is_varlen(), "mask: expected None in a packed call with a block_table");
-  const at::Tensor& intervals = *c.mask_intervals;
-  TORCH_CHECK_TYPE(intervals.scalar_type() == at::kInt, "mask: expected intervals of dtype int32, got ",
-                   dtype_name(intervals.scalar_type()));
-  check_device("mask", intervals, c.q);
-  const c10::SymInt heads_q = c.q.sym_size(2), heads_k = c.k.sym_size(2);
-  const auto is_one_of = [&](int64_t dim, const std::vector<c10::SymInt>& sizes) {
-    c10::SymBool any = c10::SymBool(false);
-    for (const c10::SymInt& size : sizes) any = any.sym_or(intervals.sym_size(dim).sym_eq(size));
-    return holds(any);
-  };
-  TORCH_CHECK_VALUE(
-      intervals.dim() == 4 && is_one_of(0, {1, c.batch()}) && is_one_of(1, {1, heads_k, heads_q}) && is_one_of(3, {2}),
-      "mask: expected intervals of shape [", c.batch(), " or 1, 1 or ", heads_k, " or ", heads_q,
-      ", keys, 2] (batch, heads, the last keys of each sequence, first and last), got ", intervals.sym_sizes());
-}
-
 // --- values of CPU tensors; the fake tensors of a traced graph have none ---
 
 bool is_readable(const std::optional<at::Tensor>& t) { return t && t->is_cpu() && !at::isTensorSubclassLike(*t); }
@@ -358,7 +340,10 @@ void validate(const DecodeCall& c) {
   check_fp8(c, c.k.sym_size(2));
   TORCH_CHECK_VALUE(c.mask_intervals.has_value() == c.mask_extremes.has_value(),
                     "mask: mask_intervals and mask_extremes must be given together");
-  if (c.mask_intervals) check_mask(c);
+  if (c.mask_intervals) {
+    TORCH_CHECK_VALUE(!c.is_varlen(), "mask: expected None in a packed call with a block_table");
+    check_intervals(c, std::nullopt);
+  }
   TORCH_CHECK_VALUE(holds(c.num_splits.sym_ge(0)) && holds(c.num_splits.sym_le(256)),
                     "num_splits: expected 0 (chosen by the backend) to 256, got ", c.num_splits);
 }

@@ -242,26 +242,36 @@ void check_bias(const AttnCall& c) {
   check_device("bias", bias, c.q);
 }
 
-void check_mask(const AttnCall& c) {
-  const at::Tensor &intervals = *c.mask_intervals, &extremes = *c.mask_extremes;
+}  // namespace
+
+void check_intervals(const AttnCall& c, const std::optional<c10::SymInt>& keys) {
+  const at::Tensor& intervals = *c.mask_intervals;
   TORCH_CHECK_TYPE(intervals.scalar_type() == at::kInt, "mask: expected intervals of dtype int32, got ",
                    dtype_name(intervals.scalar_type()));
   check_device("mask", intervals, c.q);
-  const c10::SymInt heads_q = c.q.sym_size(c.head_axis()), heads_k = c.k.sym_size(c.head_axis()),
-                    keys = c.k.sym_size(c.row_dim());
+  const c10::SymInt heads_q = c.q.sym_size(c.head_axis()), heads_k = c.k.sym_size(c.head_axis());
   const auto heads_fit = [&](const c10::SymInt& heads) {
     return holds(heads.sym_eq(1).sym_or(heads.sym_eq(heads_k)).sym_or(heads.sym_eq(heads_q)));
   };
   const bool fits = intervals.dim() == (c.is_varlen() ? 3 : 4) && heads_fit(intervals.sym_size(-3)) &&
                     (c.is_varlen() || is_either(intervals.sym_size(0), c.batch(), 1)) &&
-                    holds(intervals.sym_size(-2).sym_eq(keys)) && holds(intervals.sym_size(-1).sym_eq(2));
+                    (!keys || holds(intervals.sym_size(-2).sym_eq(*keys))) && holds(intervals.sym_size(-1).sym_eq(2));
   if (c.is_varlen()) {
-    TORCH_CHECK_VALUE(fits, "mask: expected intervals of shape [1 or ", heads_k, " or ", heads_q, ", ", keys,
+    TORCH_CHECK_VALUE(fits, "mask: expected intervals of shape [1 or ", heads_k, " or ", heads_q, ", ", *keys,
                       ", 2] (heads, keys of all sequences, first and last), got ", intervals.sym_sizes());
   } else {
     TORCH_CHECK_VALUE(fits, "mask: expected intervals of shape [", c.batch(), " or 1, 1 or ", heads_k, " or ", heads_q,
-                      ", ", keys, ", 2] (batch, heads, keys, first and last), got ", intervals.sym_sizes());
+                      ", ", keys ? c10::str(*keys) : "keys", ", 2] (batch, heads, ",
+                      keys ? "keys" : "the last keys of each sequence", ", first and last), got ",
+                      intervals.sym_sizes());
   }
+}
+
+namespace {
+
+void check_mask(const AttnCall& c) {
+  const at::Tensor &intervals = *c.mask_intervals, &extremes = *c.mask_extremes;
+  check_intervals(c, c.k.sym_size(c.row_dim()));
   const std::vector<c10::SymInt> shape = mask_extremes_shape(intervals);
   TORCH_CHECK_VALUE(
       extremes.scalar_type() == at::kInt && extremes.device() == intervals.device() && has_shape(extremes, shape),
