@@ -139,22 +139,18 @@ inline std::string schema_of_needs() {
   }
   return schema;
 }
-// ", Tensor? tNAME" for each differentiable argument: its tangent, in the order of the gradients.
-inline std::string schema_of_tangents() {
-  std::string schema = ", Tensor? tq, Tensor? tk, Tensor? tv";
+// The names of the differentiable arguments, each after `prefix`, in the order of the gradients.
+inline std::string differentiable_names(const std::string& prefix) {
+  std::string names = prefix + "q" + prefix + "k" + prefix + "v";
   for (const Option& option : kOptions) {
-    if (option.gradient != Gradient::kNone) schema += std::string(", Tensor? t") + option.name;
+    if (option.gradient != Gradient::kNone) names += prefix + option.name;
   }
-  return schema;
+  return names;
 }
+// ", Tensor? tNAME" for each of them: its tangent.
+inline std::string schema_of_tangents() { return differentiable_names(", Tensor? t"); }
 // "(Tensor dq, ...)": the results of a backward. Gradients that are not needed, or of tensors that are not given, are
 // empty tensors.
-inline std::string schema_of_gradients() {
-  std::string schema = "(Tensor dq, Tensor dk, Tensor dv";
-  for (const Option& option : kOptions) {
-    if (option.gradient != Gradient::kNone) schema += std::string(", Tensor d") + option.name;
-  }
-  return schema + ")";
-}
+inline std::string schema_of_gradients() { return "(" + differentiable_names(", Tensor d").substr(2) + ")"; }
 
 }  // namespace flashattn_ext
