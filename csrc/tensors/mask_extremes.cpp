@@ -2,6 +2,7 @@
 // device.
 #include "tensors/mask_extremes.h"
 
+#include <ATen/ceil_div.h>
 #include <ATen/ops/amax.h>
 #include <ATen/ops/amin.h>
 #include <ATen/ops/arange.h>
@@ -25,11 +26,9 @@ void check(const at::Tensor& intervals) {
                     "intervals: expected shape [.., seqlen_k, 2], got ", intervals.sym_sizes());
 }
 
-int64_t divided_up(int64_t count, int64_t divisor) { return (count + divisor - 1) / divisor; }
-
 // Reshapes [.., n, 2] to [.., groups, size, 2]. The last row is repeated as padding, which changes no extreme.
 at::Tensor grouped(const at::Tensor& rows, int64_t size) {
-  const int64_t count = rows.size(-2), groups = divided_up(count, size), missing = groups * size - count;
+  const int64_t count = rows.size(-2), groups = at::ceil_div(count, size), missing = groups * size - count;
   std::vector<int64_t> tail = rows.sizes().vec();
   tail[tail.size() - 2] = missing;
   const at::Tensor whole = missing ? at::cat({rows, rows.narrow(-2, count - 1, 1).expand(tail)}, -2) : rows;
