@@ -3,5 +3,4 @@
 #include "cpu/caches.cpp"
 #include "cpu/dispatch.cpp"
 #include "cpu/isa.cpp"
-#include "cpu/peak.cpp"
 #include "cpu/tile_size.cpp"

@@ -1,7 +1,10 @@
 #include "cpu/isa.h"
 
+#include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstdlib>
+#include <future>
 #include <stdexcept>
 
 #include "cpu/kernels.h"
@@ -76,12 +79,24 @@ std::vector<std::string> cpu_isas() {
 }
 std::string cpu_isa() { return selected().load(std::memory_order_relaxed)->name; }
 void set_cpu_isa(const std::string& name) { selected().store(find_kernels(name)); }
-std::pair<int64_t, int64_t> cpu_tile(DType dtype, int64_t head_dim) {
-  AttnParams params;
-  params.dtype = dtype;
-  params.head_dim = params.head_dim_v = head_dim;
-  const TileSize size = cpu_kernels(dtype).tile_size(params);
-  return {size.queries, size.keys};
+
+double cpu_peak_gflops(int threads) {
+  using Clock = std::chrono::steady_clock;
+  constexpr int64_t kIterations = 4000000;
+  const auto rate = [] {
+    double gflops = 0;
+    for (int attempt = 0; attempt < 5; ++attempt) {
+      const auto begin = Clock::now();
+      const double flop = cpu_kernels(DType::kFloat32).multiply_add_flop(kIterations);
+      gflops = std::max(gflops, flop * 1e-9 / std::chrono::duration<double>(Clock::now() - begin).count());
+    }
+    return gflops;
+  };
+  std::vector<std::future<double>> others;
+  for (int t = 1; t < threads; ++t) others.push_back(std::async(std::launch::async, rate));
+  double sum = rate();
+  for (std::future<double>& other : others) sum += other.get();
+  return sum;
 }
 
 }  // namespace flashattn_ext

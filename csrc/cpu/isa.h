@@ -1,12 +1,8 @@
 // Instruction sets of the CPU backend: the available ones, and the one in use.
 #pragma once
 
-#include <cstdint>
 #include <string>
-#include <utility>
 #include <vector>
-
-#include "params.h"
 
 namespace flashattn_ext {
 
@@ -20,10 +16,7 @@ std::string cpu_isa();
 // Throws std::invalid_argument naming the choices when `name` is not one of cpu_isas().
 void set_cpu_isa(const std::string& name);
 
-// Queries and keys of a tile for this dtype and head dim, with the instruction set in use (tile_size.h).
-std::pair<int64_t, int64_t> cpu_tile(DType dtype, int64_t head_dim);
-
-// Measured peak of fp32 multiply-adds of all threads together, in GFLOP/s, with the instruction set in use (peak.cpp).
+// Measured peak of fp32 multiply-adds of all threads together, in GFLOP/s, with the instruction set in use.
 double cpu_peak_gflops(int threads);
 
 }  // namespace flashattn_ext

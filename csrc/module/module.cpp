@@ -9,7 +9,7 @@
 #include "call/options.h"
 #include "cpu/caches.h"
 #include "cpu/isa.h"
-#include "cpu/tile_size.h"
+#include "cpu/kernels.h"
 #include "module/eager_op.h"
 #if defined(FLASHATTN_EXT_CUDA)
 #include <c10/cuda/CUDAException.h>
@@ -53,14 +53,17 @@ std::vector<std::pair<int, int64_t>> cpu_caches() {
   return caches;
 }
 
-std::pair<int64_t, int64_t> named_cpu_tile(const std::string& dtype, int64_t head_dim) {
+std::pair<int64_t, int64_t> pair_of(const TileSize& size) { return {size.queries, size.keys}; }
+std::pair<int64_t, int64_t> cpu_tile(const std::string& dtype, int64_t head_dim) {
   const std::map<std::string, DType> dtypes{
       {"fp16", DType::kFloat16}, {"bf16", DType::kBFloat16}, {"fp32", DType::kFloat32}, {"fp64", DType::kFloat64}};
-  return cpu_tile(dtypes.at(dtype), head_dim);
+  AttnParams params;
+  params.dtype = dtypes.at(dtype);
+  params.head_dim = params.head_dim_v = head_dim;
+  return pair_of(cpu_kernels(params.dtype).tile_size(params));
 }
 std::pair<int64_t, int64_t> cpu_tile_that_fits(int64_t l2_bytes, int64_t row_bytes, int64_t score_bytes) {
-  const TileSize size = tile_that_fits(l2_bytes, row_bytes, score_bytes);
-  return {size.queries, size.keys};
+  return pair_of(tile_that_fits(l2_bytes, row_bytes, score_bytes));
 }
 void set_cpu_tile(int64_t queries, int64_t keys) { set_tile_size({queries, keys}); }
 
@@ -132,7 +135,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         "Measured peak of fp32 multiply-adds of that many threads together, in GFLOP/s.");
   m.def("set_cpu_isa", &set_cpu_isa, "Chooses one of cpu_isas().");
   m.def("cpu_caches", &cpu_caches, "Level and bytes of the known data caches of one core.");
-  m.def("cpu_tile", &named_cpu_tile, pybind11::arg("dtype"), pybind11::arg("head_dim"),
+  m.def("cpu_tile", &cpu_tile, pybind11::arg("dtype"), pybind11::arg("head_dim"),
         "Queries and keys of a tile of the CPU kernels for fp16, bf16, fp32 or fp64 inputs.");
   m.def("cpu_tile_that_fits", &cpu_tile_that_fits, pybind11::arg("l2_bytes"), pybind11::arg("row_bytes"),
         pybind11::arg("score_bytes"), "Queries and keys of a tile for a given L2 cache: tile_size.h.");
