@@ -48,7 +48,7 @@ class Backward : public KeyTileWalk<Backward<In, Op, Accuracy, Rule>, AttnGradPa
     this->load_rows_of(scratch.q, p.q, h, place, lane_count);
     this->load_rows_of(scratch.dout, p.dout, h, place, lane_count);
     row_delta = workspace.delta_of(p, batch, h) + place.row0;
-    this->load_statistics(scratch.rows, h, row, place.rows, lane_count, row_delta, scales.delta);
+    load_known_rows(scratch.rows, p, !kIsGeneral<Rule>, batch, h, row, place.rows, lane_count, row_delta, scales.delta);
   }
 
   // S^T and dP^T, then P^T and dS^T, for the queries `lanes` of a tile.

@@ -66,25 +66,23 @@ class KeyRowsOperand {
   Panels<Op> panels_{};
 };
 
-// The first row of a query tile: an index into the tensors.
-struct FirstRow {
-  int64_t batch, head, row;
-};
-
-// Reads the statistics of `rows` rows, of which lane_count have a place in a vector. delta_of_rows: in the workspace.
-// delta_scale: the factor of delta and dlse (GradientScales).
+// Reads the statistics of `rows` rows of a head from `row` on, an index into the tensors; lane_count have a place in a
+// vector. plain: KnownLse::begin. delta_of_rows: in the workspace. delta_scale: the factor of delta and dlse
+// (GradientScales).
 template <class Real>
-FLASHATTN_SHARED void load_known_rows(KnownRows<Real>& to, const AttnGradParams& p, FirstRow first, int64_t rows,
-                                      int64_t lane_count, const Real* delta_of_rows, Real delta_scale) {
-  const Real sink = p.sink ? static_cast<const Real*>(p.sink)[first.head] : Real(0);
+FLASHATTN_SHARED void load_known_rows(KnownRows<Real>& to, const AttnGradParams& p, bool plain, int64_t b, int64_t h,
+                                      int64_t row, int64_t rows, int64_t lane_count, const Real* delta_of_rows,
+                                      Real delta_scale) {
+  const Real sink = p.sink ? static_cast<const Real*>(p.sink)[h] : Real(0);
   const bool has_sink = p.has_sink && sink_counts(sink);
+  to.lse.begin(plain);
   for (int64_t i = 0; i < lane_count; ++i) {
     using Words = LseWords<Real>;
     const bool is_row = i < rows;
-    const Words words = is_row ? Words::of(p, first.batch, first.head, first.row + i) : Words::of_no_key();
+    const Words words = is_row ? Words::of(p, b, h, row + i) : Words::of_no_key();
     to.lse.set(i, words);
     to.delta[i] = is_row ? delta_of_rows[i] * delta_scale : Real(0);
-    to.dlse[i] = is_row ? lse_gradient<Real>(p, first.batch, first.head, first.row + i) * delta_scale : Real(0);
+    to.dlse[i] = is_row ? lse_gradient<Real>(p, b, h, row + i) * delta_scale : Real(0);
     to.sink_weight[i] = has_sink ? std::exp2(words.sink_log2_weight(sink)) : Real(0);
     to.error[i] = weight_error(words.top);
   }
@@ -116,7 +114,10 @@ class QueryRowsOperand {
                    const PanelMask<Op>& mask, bool isolates) const {
     const int64_t stride = units_ * Op::kPack;
     const Gemm<Op> product{reinterpret_cast<const Unit*>(weights), queries, panels, to, stride};
-    gemm<Order::kRowMajor, Init::kAccumulate>(product, {0, keys}, {0, stride}, RowsOfKeys<Op>{mask});
+    gemm<Order::kRowMajor, Init::kAccumulate>(product, {0, keys}, {0, stride}, [&](int64_t begin, int64_t end) {
+      const IndexRange rows = mask.rows_of(begin, end);
+      return IndexRange{rows.begin / Op::kPack, ceil_div(rows.end, Op::kPack)};
+    });
     if (!isolates) return;
     const auto keys_seen = [&](int64_t row, auto body) {
       for (int64_t key = 0; key < keys; ++key) {
@@ -316,13 +317,6 @@ class KeyTileWalk {
     for (int64_t j = 0; j < key_count; ++j) {
       narrow_row(row_of<In>(to, batch, hk, keys.start + key0 + j), sums + j * stride, columns, scale);
     }
-  }
-
-  // Reads the statistics of `rows` rows of head h from `row` on, an index into the tensors.
-  void load_statistics(KnownRows<Real>& to, int64_t h, int64_t row, int64_t rows, int64_t lane_count,
-                       const Real* delta_of_rows, Real delta_scale) const {
-    to.lse.begin(!kIsGeneral<Rule>);
-    load_known_rows(to, p, {batch, h, row}, rows, lane_count, delta_of_rows, delta_scale);
   }
 
   Kernel& kernel() { return static_cast<Kernel&>(*this); }

@@ -89,8 +89,8 @@ class Second : public KeyTileWalk<Second<In, Op, Accuracy, Rule>, SecondParams, 
     this->load_rows_of(scratch.dout, p.dout, h, place, lane_count);
     const Real* const r = workspace.r_of(p, batch, h) + place.row0;
     const Real* const tlse = row_of<const Real>(p.tangents.lse, batch, h, row);
-    this->load_statistics(scratch.rows.known, h, row, rows, lane_count, workspace.delta_of(p, batch, h) + place.row0,
-                          Real(1));
+    load_known_rows(scratch.rows.known, p, !kIsGeneral<Rule>, batch, h, row, rows, lane_count,
+                    workspace.delta_of(p, batch, h) + place.row0, Real(1));
     for (int64_t i = 0; i < lane_count; ++i) {
       scratch.rows.r[i] = i < rows ? r[i] : Real(0);
       scratch.rows.tlse[i] = i < rows ? tlse[i] : Real(0);

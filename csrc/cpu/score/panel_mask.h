@@ -158,22 +158,13 @@ class PanelMask {
   bool has_groups_;  // a Mask or BlockMask masks scores of this tile: ranges come from the groups of `limits`
 };
 
-// The range of units along k that the products need (gemm.h): the keys that some rows see, or the rows that see some
-// keys.
+// The range of units along k that a product needs (gemm.h): the keys that some rows see.
 template <class Op>
 struct KeysOfRows {
   const PanelMask<Op>& mask;
   IndexRange operator()(int64_t begin, int64_t end) const {
     const IndexRange keys = mask.keys_of(begin, end);
     return {keys.begin / Op::kPack, ceil_div(keys.end, Op::kPack)};
-  }
-};
-template <class Op>
-struct RowsOfKeys {
-  const PanelMask<Op>& mask;
-  IndexRange operator()(int64_t begin, int64_t end) const {
-    const IndexRange rows = mask.rows_of(begin, end);
-    return {rows.begin / Op::kPack, ceil_div(rows.end, Op::kPack)};
   }
 };
 
