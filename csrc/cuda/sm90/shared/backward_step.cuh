@@ -63,8 +63,8 @@ struct BackwardStep {
   __device__ __forceinline__ void subtract_words(float (&products)[N][4], const Score& score, int b, int h, int row,
                                                  int query = 0) const {
     if (has_marks == 0) return;
-    flashattn_ext::subtract_words(reinterpret_cast<float (&)[1][N][4]>(products), score, lse() + query,
-                                  workspace.words_of(p, b, h, row));
+    flashattn_ext::subtract_words<false, true>(reinterpret_cast<float (&)[1][N][4]>(products), score, lse() + query,
+                                               workspace.words_of(p, b, h, row));
   }
   // dP of rows with one weight becomes 0 (cuda/score/large_rows.cuh).
   template <int N>
