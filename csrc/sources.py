@@ -346,7 +346,7 @@ def has_limit(row: Row, dtype: str) -> bool:
 # Bytes that kernels without a row may spill, beside those of the rows in their source: around a call that divides 64-bit integers.
 SPILLS_WITHOUT_ROW = {"18bias_finish_kernel": 12}
 # Bytes that the instances for packed calls of a row may spill.
-SPILLS_OF_PACKED = {r"\d+heads_(?:for|back)ward_kernelI.*Lb1E": 32}
+SPILLS_OF_PACKED = {r"\d+heads_(?:for|back)ward_kernelI.*Lb1E": 64}
 
 
 def spilling(log: str, rows: Iterable[tuple[Row, str]]) -> list[str]:

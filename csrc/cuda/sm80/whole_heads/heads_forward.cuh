@@ -64,6 +64,7 @@ struct HeadsForward {
   OnlineSoftmax<false> softmax;  // without tolerance the maximum is the largest logit
   Scoring scoring;
   Unit now;
+  Limits full;  // keys that all rows of the unit see
 
   __device__ __forceinline__ HeadsForward(const AttnParams& p, const Rule& score, const HeadsForwardPlan& plan,
                                           T* shared)
@@ -86,7 +87,9 @@ struct HeadsForward {
   __device__ __forceinline__ int units() const { return kPacked ? (length_q() + kRowStep - 1) / kRowStep : plan.units; }
   __device__ __forceinline__ Unit unit(int number) const {
     if (in_chunks()) number = min(number, end_of_units() - 1);
-    const int head = static_cast<int>(static_cast<unsigned>(number) / static_cast<unsigned>(units()));
+    // Most calls have one query head for each KV head: they need no division.
+    const int head =
+        plan.group == 1 ? 0 : static_cast<int>(static_cast<unsigned>(number) / static_cast<unsigned>(units()));
     return {work.hk * plan.group + head, (number - head * units()) * kRowStep};
   }
   __device__ __forceinline__ int end_of_units() const {
@@ -236,11 +239,7 @@ struct HeadsForward {
   __device__ __forceinline__ Mask mask() const { return Mask(p, length_q(), length_k()); }
   // The keys of a chunk that some row of the unit sees.
   __device__ __forceinline__ Limits visible_keys(const KeyChunk& chunk) const {
-    const int row = ptx::opaque(now.row);
-    return chunk.of(mask().keys_of(row, min(row + kRowStep, length_q())), plan.keys);
-  }
-  __device__ __forceinline__ int end_of_keys(const KeyChunk& chunk) const {
-    return (visible_keys(chunk).end + kLeastKeys - 1) / kLeastKeys * kLeastKeys;
+    return chunk.of(mask().keys_of(now.row, min(now.row + kRowStep, length_q())), plan.keys);
   }
 
   __device__ __forceinline__ void compute(int number) {
@@ -260,12 +259,15 @@ struct HeadsForward {
     store();
   }
   __device__ __forceinline__ void walk_keys(const KeyChunk& chunk, int number) {
-    int key = visible_keys(chunk).begin / kLeastKeys * kLeastKeys;
+    full = mask().keys_of_all(now.row, min(now.row + kRowStep, length_q()));
+    const Limits seen = visible_keys(chunk);
+    const int end = (seen.end + kLeastKeys - 1) / kLeastKeys * kLeastKeys;
+    int key = seen.begin / kLeastKeys * kLeastKeys;
 #pragma unroll 1
-    for (; key + kKeys <= end_of_keys(chunk); key += kKeys) step<kKeys>(chunk, key);
-    take_step<64>(chunk, key);
-    take_step<32>(chunk, key);
-    take_step<16>(chunk, key);
+    for (; key + kKeys <= end; key += kKeys) step<kKeys>(chunk, key);
+    take_step<64>(chunk, key, end);
+    take_step<32>(chunk, key, end);
+    take_step<16>(chunk, key, end);
     if constexpr (kHoldsBias) {
       __syncwarp();
       load_bias(number + plan.warps);
@@ -283,9 +285,9 @@ struct HeadsForward {
   }
   // A step with fewer keys than the others, if as many are left.
   template <int kCount>
-  __device__ __forceinline__ void take_step(const KeyChunk& chunk, int& key) {
+  __device__ __forceinline__ void take_step(const KeyChunk& chunk, int& key, int end) {
     if constexpr (kCount < kKeys && kCount >= kLeastKeys) {
-      if (key + kCount > end_of_keys(chunk)) return;
+      if (key + kCount > end) return;
       step<kCount>(chunk, key);
       key += kCount;
     }
@@ -307,10 +309,8 @@ struct HeadsForward {
           Tile::load_b(pair, keys + n * 8 * Tile::kStride, Tile::moved(places.b, d));
         });
     const auto& rule = scoring.make_logits(p, score, x, coordinates, begun);
-    const int row = ptx::opaque(now.row);
-    const Limits full = mask().keys_of_all(row, min(row + kRowStep, length_q()));
     if (key < full.begin || key + kCount > full.end)
-      hide_keys<true, true>(x, mask(), row + quad(), key + 2 * lane_in_quad());
+      hide_keys<true, true>(x, mask(), now.row + quad(), key + 2 * lane_in_quad());
     if constexpr (kTakesMask) {
       if (p.has_intervals()) seen_rows(key).hide(x);
     }
@@ -337,8 +337,7 @@ struct HeadsForward {
   }
 
   __device__ __forceinline__ void store() {
-    const int b = ptx::opaque(static_cast<int>(blockIdx.x)) / (plan.parts * static_cast<int>(p.heads_k));
-    const int row = now.row + quad(), at = sequence.query_start + row;
+    const int b = work.b, row = now.row + quad(), at = sequence.query_start + row;
     const bool exist[2] = {row < length_q(), row + 8 < length_q()};
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
