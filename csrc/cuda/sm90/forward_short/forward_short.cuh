@@ -74,12 +74,13 @@ struct ShortForward {
   __device__ __forceinline__ int length_k() const { return static_cast<int>(p.seqlen_k); }
   __device__ __forceinline__ Mask32 mask() const { return Mask32(p, length_q(), length_k()); }
   __device__ __forceinline__ Unit unit(int number) const {
-    const int head = number / plan.units;
+    const int head = plan.group == 1 ? 0 : number / plan.units;  // most calls need no division
     return {hk * plan.group + head, (number - head * plan.units) * kShortRows};
   }
 
   __device__ __forceinline__ void run() {
     if (threadIdx.x == 0) {
+      for (const CUtensorMap* map : {&maps.q, &maps.k, &maps.v}) ptx::prefetch_tensor_map(map);
       for (ptx::Barrier* barrier : {&arrived.q, &arrived.k, &arrived.v}) ptx::barrier_init(barrier, 1);
       ptx::fence_barrier_init();
     }
