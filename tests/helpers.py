@@ -523,7 +523,7 @@ def cuda_backends() -> list[str]:
 
 
 def runs_hoppers_kernels() -> bool:
-    """Whether CUDA calls run on cuda-sm90, unless use_backend() or FLASHATTN_EXT_CUDA_PATH say otherwise."""
+    """Whether CUDA calls run on cuda-sm90, with what use_backend() and FLASHATTN_EXT_CUDA_PATH choose."""
     chosen = flashattn_ext._C.forced_backend() or f"cuda-{os.environ.get('FLASHATTN_EXT_CUDA_PATH', 'sm90')}"
     return torch.cuda.is_available() and chosen == "cuda-sm90" and chosen in cuda_backends()
 

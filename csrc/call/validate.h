@@ -27,7 +27,7 @@ void check_fp8(const AttnCall& call, const c10::SymInt& heads_k);
 void check_has_derivatives(const AttnCall& call);
 // Refuses an fp8 call that requires a gradient or has a tangent, after the checks that every call passes.
 void refuse_derivatives_of_fp8(const AttnCall& call);
-// The intervals of a Mask: of `keys` keys, in a decoding call of any number.
+// The intervals of a Mask: of `keys` keys; of any number where it is empty, in a decoding call, which is never packed.
 void check_intervals(const AttnCall& call, const std::optional<c10::SymInt>& keys);
 // The tensors of a BlockMask, and what does not go together with one. On the CPU their values are checked too.
 void check_block_mask(const AttnCall& call);

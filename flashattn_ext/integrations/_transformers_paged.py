@@ -42,9 +42,10 @@ def accept_continuous_batching(names: AbstractSet[str]) -> None:
         manager = continuous_api.ContinuousBatchingManager
         choose = manager.switch_to_cb_friendly_attn
         limit = initialization.ensure_decode_fast_path_is_available
-        kinds_of, allocators = cache.group_layers_by_attn_type, cache.ATTN_TYPE_TO_ALLOCATOR
     except (ImportError, AttributeError):
         return
+
+    allocators = getattr(cache, "ATTN_TYPE_TO_ALLOCATOR", None)  # older versions have none: their pages are not read in place
 
     @functools.wraps(choose)
     def switch_to_cb_friendly_attn(self: Any, model: Any, *args: Any, **options: Any) -> None:
@@ -55,9 +56,10 @@ def accept_continuous_batching(names: AbstractSet[str]) -> None:
     def ensure_decode_fast_path_is_available(config: Any, cb_config: Any, *args: Any, **options: Any) -> None:
         wanted = cb_config.max_blocks_per_request
         limit(config, cb_config, *args, **options)
-        if not (config._attn_implementation in names and wanted and _can_read_pages_of(cb_config.page_size)):
+        if allocators is None or not wanted or config._attn_implementation not in names:
             return
-        if all(allocators[kind].supports_block_table for kind in kinds_of(config)):
+        kinds = cache.group_layers_by_attn_type(config)
+        if _can_read_pages_of(cb_config.page_size) and all(allocators[kind].supports_block_table for kind in kinds):
             cb_config.max_blocks_per_request = wanted
 
     manager.switch_to_cb_friendly_attn = switch_to_cb_friendly_attn  # type: ignore[method-assign]

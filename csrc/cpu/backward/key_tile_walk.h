@@ -67,7 +67,7 @@ class KeyRowsOperand {
 };
 
 // Reads the statistics of `rows` rows of a head from `row` on, an index into the tensors; lane_count have a place in a
-// vector. plain: KnownLse::begin. delta_of_rows: in the workspace. delta_scale: the factor of delta and dlse
+// vector. plain: of a call with PlainProducts (KnownLse::begin). delta_of_rows: in the workspace. delta_scale: the factor of delta and dlse
 // (GradientScales).
 template <class Real>
 FLASHATTN_SHARED void load_known_rows(KnownRows<Real>& to, const AttnGradParams& p, bool plain, int64_t b, int64_t h,
@@ -114,10 +114,7 @@ class QueryRowsOperand {
                    const PanelMask<Op>& mask, bool isolates) const {
     const int64_t stride = units_ * Op::kPack;
     const Gemm<Op> product{reinterpret_cast<const Unit*>(weights), queries, panels, to, stride};
-    gemm<Order::kRowMajor, Init::kAccumulate>(product, {0, keys}, {0, stride}, [&](int64_t begin, int64_t end) {
-      const IndexRange rows = mask.rows_of(begin, end);
-      return IndexRange{rows.begin / Op::kPack, ceil_div(rows.end, Op::kPack)};
-    });
+    gemm<Order::kRowMajor, Init::kAccumulate>(product, {0, keys}, {0, stride}, RowsOfKeys<Op>{mask});
     if (!isolates) return;
     const auto keys_seen = [&](int64_t row, auto body) {
       for (int64_t key = 0; key < keys; ++key) {

@@ -167,6 +167,14 @@ struct KeysOfRows {
     return {keys.begin / Op::kPack, ceil_div(keys.end, Op::kPack)};
   }
 };
+template <class Op>
+struct RowsOfKeys {
+  const PanelMask<Op>& mask;
+  IndexRange operator()(int64_t begin, int64_t end) const {
+    const IndexRange rows = mask.rows_of(begin, end);
+    return {rows.begin / Op::kPack, ceil_div(rows.end, Op::kPack)};
+  }
+};
 
 }  // namespace FLASHATTN_ISA
 }  // namespace flashattn_ext

@@ -235,7 +235,8 @@ struct HeadsForward {
     __syncwarp();
   }
 
-  // Registers are scarce, so what a step needs beside its tiles is computed where it is used.
+  // Registers are scarce: what a step needs beside its tiles is computed where it is used, but for the limits of keys,
+  // which are uniform numbers. walk_keys computes them once for each unit and chunk.
   __device__ __forceinline__ Mask mask() const { return Mask(p, length_q(), length_k()); }
   // The keys of a chunk that some row of the unit sees.
   __device__ __forceinline__ Limits visible_keys(const KeyChunk& chunk) const {
