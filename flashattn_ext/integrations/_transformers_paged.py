@@ -45,7 +45,8 @@ def accept_continuous_batching(names: AbstractSet[str]) -> None:
     except (ImportError, AttributeError):
         return
 
-    allocators = getattr(cache, "ATTN_TYPE_TO_ALLOCATOR", None)  # older versions have none: their pages are not read in place
+    # Older versions have none: their pages are not read in place.
+    allocators = getattr(cache, "ATTN_TYPE_TO_ALLOCATOR", None)
 
     @functools.wraps(choose)
     def switch_to_cb_friendly_attn(self: Any, model: Any, *args: Any, **options: Any) -> None:

@@ -16,7 +16,9 @@ try:
 except ImportError:
     pytest.skip("continuous batching of this transformers has no list to add to", allow_module_level=True)
 if not hasattr(ContinuousBatchingConfig, "page_size"):
-    pytest.skip("this transformers checks the implementations of continuous batching elsewhere", allow_module_level=True)
+    pytest.skip(
+        "this transformers checks the implementations of continuous batching elsewhere", allow_module_level=True
+    )
 
 from families import FAMILIES, VOCABULARY  # noqa: E402
 
