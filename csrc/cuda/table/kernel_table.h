@@ -168,9 +168,9 @@ inline constexpr KernelRow<sm80::BackwardTile> kSm80Backward[] = {
 
 // Whole heads. Tiles: {keys of a step, warps at most, thread blocks of as many warps}. Notes are microseconds.
 inline constexpr KernelRow<sm80::HeadsForwardTile> kSm80HeadsForward[] = {
-    {k16Bit, 32,  kPlain, kEveryGpu, 8, {{64, 8, 3}}},  // 512x49, 6 heads: 21.4, and 128x128, 4 heads: 10.2; relative to it, 32 keys: 0.91 and 1.07, 128 keys in 2 blocks: 1.10 and 0.98
-    {k16Bit, 64,  kPlain, kEveryGpu, 8, {{64, 8, 2}}},  // 256x49, 16 heads: 38.9, and 64x197, 12 heads: 49.2; 32 keys in 5 blocks of 4 warps: 38.2 and 57.9
-    {k16Bit, 128, kPlain, kEveryGpu, 48, {{64, 4, 3}}},  // 128x64, 16 heads: 37.9; 32 keys: 39.1
+    {k16Bit, 32,  kPlain, kEveryGpu, 8, {{64, 8, 3}}},  // 512x49, 6 heads: 21.1, and 128x128, 4 heads: 10.2; 32 keys: 22.6 and 12.1; 128 keys, 2 blocks: 24.0 and 10.2
+    {k16Bit, 64,  kPlain, kEveryGpu, 8, {{64, 8, 2}}},  // 256x49, 16 heads: 39.2, and 64x197, 12 heads: 49.6; 32 keys in 5 blocks of 4 warps: 38.3 and 60.2
+    {k16Bit, 128, kPlain, kEveryGpu, 48, {{64, 4, 3}}},  // 128x64, 16 heads: 39.9; 32 keys: 42.9
     // no figures of other tiles:
     {k16Bit, 32,  kAnyBias,  kEveryGpu, 0, {{64, 4, 5}}},
     {k16Bit, 64,  kAnyBias,  kEveryGpu, 40, {{64, 8, 2}}},
