@@ -181,8 +181,8 @@ void call_of(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* sta
   pure.redispatchBoxed(keys, stack);
 }
 
-// Registers an op that is no overload `call` for every device, also for those that this build has no backend for: its error says so. torch_npu
-// uses PrivateUse1.
+// Registers an op that is no overload `call` for every device, also for those that this build has no backend for: its
+// error says so. torch_npu uses PrivateUse1.
 template <c10::BoxedKernel::BoxedKernelFunction* kKernel>
 void implement(torch::Library& m, const char* op) {
   using Key = c10::DispatchKey;

@@ -67,8 +67,8 @@ class KeyRowsOperand {
 };
 
 // Reads the statistics of `rows` rows of a head from `row` on, an index into the tensors; lane_count have a place in a
-// vector. plain: of a call with PlainProducts (KnownLse::begin). delta_of_rows: in the workspace. delta_scale: the factor of delta and dlse
-// (GradientScales).
+// vector. plain: of a call with PlainProducts (KnownLse::begin). delta_of_rows: in the workspace. delta_scale: the
+// factor of delta and dlse (GradientScales).
 template <class Real>
 FLASHATTN_SHARED void load_known_rows(KnownRows<Real>& to, const AttnGradParams& p, bool plain, int64_t b, int64_t h,
                                       int64_t row, int64_t rows, int64_t lane_count, const Real* delta_of_rows,
