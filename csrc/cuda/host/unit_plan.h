@@ -27,6 +27,11 @@ struct UnitPlan {
   int keys;   // rows of a tile of keys in shared memory
 
   int64_t blocks(const AttnParams& p) const { return p.batch * p.heads_k * parts; }
+  // The query head, within its KV head, of a unit by its number. of_head: units of a query head of its sequence. Most
+  // calls have one query head for each KV head and need no division.
+  FLASHATTN_HOST_DEVICE int head_of(int number, int of_head) const {
+    return group == 1 ? 0 : static_cast<int>(static_cast<unsigned>(number) / static_cast<unsigned>(of_head));
+  }
 };
 
 }  // namespace flashattn_ext

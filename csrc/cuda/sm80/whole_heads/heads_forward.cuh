@@ -87,9 +87,7 @@ struct HeadsForward {
   __device__ __forceinline__ int units() const { return kPacked ? (length_q() + kRowStep - 1) / kRowStep : plan.units; }
   __device__ __forceinline__ Unit unit(int number) const {
     if (in_chunks()) number = min(number, end_of_units() - 1);
-    // Most calls have one query head for each KV head: they need no division.
-    const int head =
-        plan.group == 1 ? 0 : static_cast<int>(static_cast<unsigned>(number) / static_cast<unsigned>(units()));
+    const int head = plan.head_of(number, units());
     return {work.hk * plan.group + head, (number - head * units()) * kRowStep};
   }
   __device__ __forceinline__ int end_of_units() const {
@@ -238,10 +236,6 @@ struct HeadsForward {
   // Registers are scarce: what a step needs beside its tiles is computed where it is used, but for the limits of keys,
   // which are uniform numbers. walk_keys computes them once for each unit and chunk.
   __device__ __forceinline__ Mask mask() const { return Mask(p, length_q(), length_k()); }
-  // The keys of a chunk that some row of the unit sees.
-  __device__ __forceinline__ Limits visible_keys(const KeyChunk& chunk) const {
-    return chunk.of(mask().keys_of(now.row, min(now.row + kRowStep, length_q())), plan.keys);
-  }
 
   __device__ __forceinline__ void compute(int number) {
     set_zero(out[0]);
@@ -261,7 +255,7 @@ struct HeadsForward {
   }
   __device__ __forceinline__ void walk_keys(const KeyChunk& chunk, int number) {
     full = mask().keys_of_all(now.row, min(now.row + kRowStep, length_q()));
-    const Limits seen = visible_keys(chunk);
+    const Limits seen = chunk.of(mask().keys_of(now.row, min(now.row + kRowStep, length_q())), plan.keys);
     const int end = (seen.end + kLeastKeys - 1) / kLeastKeys * kLeastKeys;
     int key = seen.begin / kLeastKeys * kLeastKeys;
 #pragma unroll 1

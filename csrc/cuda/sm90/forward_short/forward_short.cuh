@@ -74,7 +74,7 @@ struct ShortForward {
   __device__ __forceinline__ int length_k() const { return static_cast<int>(p.seqlen_k); }
   __device__ __forceinline__ Mask32 mask() const { return Mask32(p, length_q(), length_k()); }
   __device__ __forceinline__ Unit unit(int number) const {
-    const int head = plan.group == 1 ? 0 : number / plan.units;  // most calls need no division
+    const int head = plan.head_of(number, plan.units);
     return {hk * plan.group + head, (number - head * plan.units) * kShortRows};
   }
 
