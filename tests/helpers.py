@@ -515,19 +515,6 @@ def own_seeds(device: str, seed: int) -> list[int]:
     )
 
 
-def cuda_backends() -> list[str]:
-    """The CUDA backends that the GPU of this machine runs."""
-    is_hopper = torch.cuda.get_device_capability() == (9, 0)
-    names = [name for name in flashattn_ext.build_info()["backends"] if name.startswith("cuda-")]
-    return names if is_hopper else [name for name in names if name != "cuda-sm90"]
-
-
-def runs_hoppers_kernels() -> bool:
-    """Whether CUDA calls run on cuda-sm90, with what use_backend() and FLASHATTN_EXT_CUDA_PATH choose."""
-    chosen = flashattn_ext._C.forced_backend() or f"cuda-{os.environ.get('FLASHATTN_EXT_CUDA_PATH', 'sm90')}"
-    return torch.cuda.is_available() and chosen == "cuda-sm90" and chosen in cuda_backends()
-
-
 def assert_same_bits(got: Tensor, expected: Tensor, what: str = "result") -> None:
     """Equal values everywhere, with NaN equal to NaN."""
     torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True, msg=lambda m: f"{what}: {m}")

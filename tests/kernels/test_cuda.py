@@ -11,7 +11,8 @@ from typing import TypeVar
 
 import pytest
 import torch
-from helpers import Case, assert_same_bits, check, cu_seqlens, run_python, runs_hoppers_kernels
+from gpu_backends import has_hoppers_kernels, runs_hoppers_kernels
+from helpers import Case, assert_same_bits, check, cu_seqlens, run_python
 
 import flashattn_ext
 
@@ -21,7 +22,6 @@ import kernel_table
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 PATHS = [name.removeprefix("cuda-") for name in flashattn_ext.build_info()["backends"] if name.startswith("cuda-")]
-HOPPER = "cuda-sm90" in flashattn_ext.build_info()["backends"] and torch.cuda.get_device_capability() == (9, 0)
 OPTIONS = kernel_table.option_bits()
 Result = TypeVar("Result")
 
@@ -48,7 +48,7 @@ TILES = sorted(
         (f"cuda-{row.architecture}", row.head_dim, row.head_dim_v, dropout)
         for row in kernel_table.table()
         for dropout in (False, True)
-        if row.stage in ("forward", "backward") and (HOPPER or row.architecture != "sm90")
+        if row.stage in ("forward", "backward") and (has_hoppers_kernels() or row.architecture != "sm90")
         if row_of(row.architecture, row.stage, row.head_dim, row.head_dim_v, dropout) is row
     }
 )
@@ -285,12 +285,12 @@ def keys_of_a_step(family: str, head_dim: int, dropout: bool) -> int | None:
     return int(row.tiles[0][2 if family == "sm80" else 1])
 
 
-@pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0 and a build for 9.0a")
+@pytest.mark.skipif(not has_hoppers_kernels(), reason="needs a GPU of compute capability 9.0 and a build for 9.0a")
 @pytest.mark.parametrize("head_dim", [64, 72, 128, 129, 192, 256, 320, 512])
 @pytest.mark.parametrize("options", [{}, {"causal": True, "dropout_p": 0.3, "rng_seed": 7}, {"window_size": (100, 20)}])
 def test_kernels_for_hopper_are_chosen_and_agree(head_dim: int, options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FLASHATTN_EXT_CUDA_PATH", raising=False)
-    q, k, v = leaves(2, 768, 4, head_dim, dtype=torch.bfloat16)  # fills the tiles of calls without options
+    q, k, v = leaves(2, 768, 4, head_dim, dtype=torch.bfloat16)  # whole tiles: kBrief may have the other's step
     out, lse = flashattn_ext.forward(q, k, v, return_lse=True, **options)
     with flashattn_ext.use_backend("cuda-sm90"):
         chosen = flashattn_ext.forward(q, k, v, **options)
@@ -304,7 +304,7 @@ def test_kernels_for_hopper_are_chosen_and_agree(head_dim: int, options: dict, m
     torch.testing.assert_close(lse, other_lse, atol=1e-4, rtol=1e-5)
 
 
-@pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0 and a build for 9.0a")
+@pytest.mark.skipif(not has_hoppers_kernels(), reason="needs a GPU of compute capability 9.0 and a build for 9.0a")
 @pytest.mark.parametrize(
     "D,Dv,narrow", [(192, 128, True), (160, 96, True), (145, 128, True), (144, 128, False), (192, 129, False)]
 )
@@ -319,7 +319,7 @@ def test_narrow_values_have_kernels_of_their_own(D: int, Dv: int, narrow: bool) 
     torch.testing.assert_close(out, wide, atol=2e-2, rtol=2e-2)
 
 
-@pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0 and a build for 9.0a")
+@pytest.mark.skipif(not has_hoppers_kernels(), reason="needs a GPU of compute capability 9.0 and a build for 9.0a")
 @pytest.mark.parametrize("head_dim", [40, 64, 80, 96, 128, 129, 144, 160, 192, 256, 320, 512])
 @pytest.mark.parametrize("options", [{}, {"causal": True, "dropout_p": 0.3, "rng_seed": 7}, {"window_size": (100, 20)}])
 def test_gradients_of_the_kernels_for_hopper_agree(head_dim: int, options: dict) -> None:
@@ -381,7 +381,7 @@ def test_blocks_of_whole_heads(head_dim: int) -> None:
     torch.testing.assert_close(dq(8), many[:8], atol=2e-2, rtol=2e-2)
 
 
-@pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0 and a build for 9.0a")
+@pytest.mark.skipif(not has_hoppers_kernels(), reason="needs a GPU of compute capability 9.0 and a build for 9.0a")
 def test_first_call_of_a_thread() -> None:
     """A backward of whole heads may be the first use of the GPU in PyTorch's thread for backwards."""
     done = run_python("""

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Case, cuda_backends
+from gpu_backends import cuda_backends
+from helpers import Case
 from test_large_logits import biased, check, check_derivatives, check_lse, check_uniform, magnified
 
 import flashattn_ext

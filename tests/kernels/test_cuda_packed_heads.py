@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Case, assert_same_bits, call, check, cotangents, cu_seqlens, cuda_backends, make_inputs, run
+from gpu_backends import cuda_backends
+from helpers import Case, assert_same_bits, call, check, cotangents, cu_seqlens, make_inputs, run
 from test_whole_heads import PACKED_OPTIONS
 from torch.profiler import ProfilerActivity, profile
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import assert_same_bits, cu_seqlens, own_seeds, runs_hoppers_kernels
+from gpu_backends import runs_hoppers_kernels
+from helpers import assert_same_bits, cu_seqlens, own_seeds
 from mask_cases import KINDS, make_mask
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from gpu_backends import runs_hoppers_kernels
 from helpers import (
     WIDE,
     Case,
@@ -18,7 +19,6 @@ from helpers import (
     make_inputs,
     refusal,
     run_reference,
-    runs_hoppers_kernels,
 )
 from torch import Tensor
 
